@@ -1,0 +1,106 @@
+"""The types that pass between packages of one level: a proposed weight change and the policy that prices it.
+
+`optim` proposes `Delta`s, a `TrustPolicy` (implemented by `logra.trust.TrustRegion`) predicts how far they move the
+policy and answers with a scale. Neither package imports the other.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A low-rank change of one weight, in factors: W <- W * decay - out_factor @ in_factor.
+
+    Attributes:
+        out_factor: fp32 [out, r].
+        in_factor: fp32 [r, in].
+        decay: factor of decoupled weight decay, applied to the weight before the subtraction; 1.0 means none.
+    """
+
+    out_factor: Tensor
+    in_factor: Tensor
+    decay: float = 1.0
+
+    def scaled(self, alpha: float) -> "Delta":
+        """The same direction, `alpha` times as long. The displacement of the decay scales along with it."""
+        return Delta(self.out_factor * alpha, self.in_factor, 1.0 - alpha * (1.0 - self.decay))
+
+    def subtracted_output(self, x: Tensor) -> Tensor:
+        """out_factor (in_factor x): what the change takes away from the module's output, decay left aside.
+
+        Args:
+            x: [..., in], any floating dtype.
+
+        Returns:
+            [..., out] in the dtype of `x`.
+        """
+        return (x @ self.in_factor.to(x.dtype).T) @ self.out_factor.to(x.dtype).T
+
+    def norm_squared(self) -> Tensor:
+        """‖out_factor in_factor‖²_F from two r x r Gram matrices, fp32 scalar. The product is never formed."""
+        gram_out = self.out_factor.T @ self.out_factor
+        gram_in = self.in_factor @ self.in_factor.T
+        return (gram_out * gram_in.T).sum().clamp_min(0.0)
+
+
+@dataclass(frozen=True)
+class TrustDecision:
+    """What the prediction allows.
+
+    Attributes:
+        alpha: factor by which the proposed step may be taken, >= 0.
+        predicted_kl: KL of the unscaled proposal, nats per generated token.
+        budget: KL allowed for this step, nats per generated token.
+    """
+
+    alpha: float
+    predicted_kl: float
+    budget: float
+
+
+@dataclass(frozen=True)
+class TrustVerdict:
+    """What the measurement of the rounded, not yet merged update says.
+
+    Attributes:
+        realised_kl: KL that merging this update will realise on the probe, nats per generated token.
+        action: "accept", "shrink" (take `factor` times the step and measure again) or "reject" (skip the step).
+        factor: in (0, 1) for "shrink", 1.0 otherwise.
+    """
+
+    realised_kl: float
+    action: str
+    factor: float = 1.0
+
+
+class TrustPolicy(Protocol):
+    """Prices a proposed update before anything is written. Implemented by `logra.trust.TrustRegion`."""
+
+    def make_probe(
+        self,
+        *,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        loss_mask: Tensor,
+        temperature: float,
+        generator: torch.Generator | None = None,
+    ) -> Any:
+        """Check the tensors ([batch, tokens] each) and keep what the probe needs. Raises ProbeError."""
+        ...
+
+    def predict(
+        self, model: nn.Module, probe: Any, deltas: Mapping[nn.Module, Delta], *, step: int, mismatch: float = 0.0
+    ) -> TrustDecision:
+        """Predict the KL of the proposal with a forward tangent and answer with the allowed scale."""
+        ...
+
+    def verify(
+        self, model: nn.Module, probe: Any, deltas: Mapping[nn.Module, Delta], *, budget: float, attempt: int
+    ) -> TrustVerdict:
+        """Measure the KL that the scaled and rounded update will realise; `attempt` counts earlier shrinks."""
+        ...

@@ -1,0 +1,240 @@
+"""One layer's step, from its sketches to a proposed direction and the next state. Pure functions of tensors.
+
+The order is that of the method: recover the gradient, clip it, update the moments, take the direction. Nothing here
+changes a weight or a stored state: `Proposal.state` is what the optimizer commits if the step is accepted.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logra.contracts import Delta
+from logra.optim import direction as directions
+from logra.optim import momentum as momenta
+from logra.optim.config import Config
+from logra.sketch.recovery import recover
+from logra.update import LowRankUpdate, SignFactor, round_factors
+
+
+@dataclass(frozen=True)
+class LayerGradient:
+    """The recovered gradient of one target, in factors.
+
+    One-sided: `sketch` S [rows, r] with rows the out features (side "in") or the in features (side "out", S = Tᵀ).
+    Two-sided: q [out, k] with orthonormal columns and r [k, in], of G diag(s).
+
+    Attributes:
+        norm: Frobenius norm of the recovered gradient without input scales, fp32 scalar.
+        signs: the projection of a one-sided sketch.
+        exponents: log2 of the input scales s, integers [in]; None means s = 1.
+    """
+
+    norm: Tensor
+    sketch: Tensor | None = None
+    q: Tensor | None = None
+    r: Tensor | None = None
+    signs: SignFactor | None = None
+    exponents: Tensor | None = None
+
+    def scaled(self, factor: float | Tensor) -> "LayerGradient":
+        """The gradient times `factor`."""
+        return LayerGradient(
+            norm=self.norm * factor,
+            sketch=None if self.sketch is None else self.sketch * factor,
+            q=self.q,
+            r=None if self.r is None else self.r * factor,
+            signs=self.signs,
+            exponents=self.exponents,
+        )
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A direction for one target in factors, ΔW = out_factor in_factor up to a common scale, and the state behind it.
+
+    Attributes:
+        out_factor: fp32 [out, r]; None where `signs` stands for it.
+        in_factor: fp32 [r, in], input scales included; None where `signs` stands for it.
+        signs: the factor of ±1.
+        exponents: log2 of the input scales of a sign factor on the in side.
+        shape: (out, in).
+        state: the target's next optimizer state, tensors and plain scalars.
+    """
+
+    out_factor: Tensor | None
+    in_factor: Tensor | None
+    signs: SignFactor | None
+    exponents: Tensor | None
+    shape: tuple[int, int]
+    state: dict[str, Any] = field(default_factory=dict)
+
+    def delta(self, scale: float | Tensor = 1.0, decay: float = 1.0) -> Delta:
+        """The change of the weight with the sign factor written out."""
+        out_factor, in_factor = self.out_factor, self.in_factor
+        if out_factor is None:
+            assert self.signs is not None and in_factor is not None
+            out_factor = self.signs.matrix(in_factor.shape[0], self.shape[0], device=in_factor.device)
+        if in_factor is None:
+            assert self.signs is not None
+            in_factor = scaled_signs(self.signs, out_factor.shape[1], self.shape[1], self.exponents, out_factor.device)
+        return Delta(out_factor * scale, in_factor, decay)
+
+    def rounded(self, scale: float, decay: float, *, factor_bits: int, key: int) -> LowRankUpdate:
+        """`scale` times the direction in integers, stochastically rounded with the noise stream `key`."""
+        out_factor, in_factor = self.out_factor, self.in_factor
+        # The scale goes to the factor that is not made of signs.
+        if out_factor is not None:
+            out_factor = out_factor * scale
+        elif in_factor is not None:
+            in_factor = in_factor * scale
+        return round_factors(
+            out_factor,
+            in_factor,
+            signs=self.signs,
+            exponent_in=self.exponents,
+            shape=self.shape,
+            factor_bits=factor_bits,
+            key=key,
+            decay=decay,
+        )
+
+
+def scaled_signs(signs: SignFactor, rank: int, width: int, exponents: Tensor | None, device: torch.device) -> Tensor:
+    """A diag(s), fp32 [r, in]."""
+    matrix = signs.matrix(rank, width, device=device)
+    return matrix if exponents is None else torch.ldexp(matrix, exponents)
+
+
+def gradient_two_sided(on_in: Tensor, on_out: Tensor, out_signs: SignFactor, exponents: Tensor | None) -> LayerGradient:
+    """Ĝ diag(s) = Q R from S = G diag(s) Aᵀ and T = B G."""
+    if exponents is not None:
+        on_out = torch.ldexp(on_out, exponents)
+    signs_out = out_signs.matrix(on_out.shape[0], on_in.shape[0], device=on_in.device)
+    q, r = recover(on_in, on_out, signs_out)
+    unscaled = r if exponents is None else torch.ldexp(r, -exponents)
+    return LayerGradient(norm=unscaled.norm(), q=q, r=r, exponents=exponents)
+
+
+def gradient_one_sided(sketch: Tensor, signs: SignFactor, width: int, exponents: Tensor | None) -> LayerGradient:
+    """The gradient that one sketch stands for: S A diag(1/s) / r (or its mirror image), whose expectation is G.
+
+    Its norm comes from Gram matrices: ‖S A‖² = tr(SᵀS A Aᵀ), r x r.
+
+    Args:
+        sketch: S [out, r] for signs on the in side, T [r, in] for signs on the out side.
+        signs: the projection.
+        width: number of features that the projection spans.
+        exponents: log2 of the input scales.
+    """
+    rank = sketch.shape[1] if signs.side == "in" else sketch.shape[0]
+    if signs.side == "in":
+        rows = sketch
+        inverse = None if exponents is None else -exponents
+        projection = scaled_signs(signs, rank, width, inverse, sketch.device)
+        norm = Delta(rows, projection).norm_squared().sqrt() / rank
+    else:
+        projection = signs.matrix(rank, width, device=sketch.device)
+        norm = Delta(projection, sketch).norm_squared().sqrt() / rank
+        rows = (sketch if exponents is None else torch.ldexp(sketch, exponents)).T
+    return LayerGradient(norm=norm, sketch=rows, signs=signs, exponents=exponents)
+
+
+def propose(config: Config, gradient: LayerGradient, state: dict[str, Any], shape: tuple[int, int]) -> Proposal:
+    """Momentum, second moments and direction of one layer.
+
+    Args:
+        config: settings.
+        gradient: the recovered (and clipped) gradient.
+        state: the layer's current state; not changed.
+        shape: (out, in).
+    """
+    if gradient.sketch is None:
+        return _propose_two_sided(config, gradient, state, shape)
+    return _propose_one_sided(config, gradient, state, shape)
+
+
+def _propose_two_sided(
+    config: Config, gradient: LayerGradient, state: dict[str, Any], shape: tuple[int, int]
+) -> Proposal:
+    q, r = gradient.q, gradient.r
+    assert q is not None and r is not None
+    step = state.get("step", 0) + 1
+    new_state: dict[str, Any] = {"step": step}
+    row, column = directions.row_moment_of_factors(q, r), directions.column_moment_of_factors(q, r)
+    if config.momentum > 0:
+        if "momentum_out" in state:
+            old = state["momentum_out"], state["momentum_in"]
+            q, r = momenta.truncated_sum(*old, q, r, config.momentum, config.rank)
+        else:
+            r = (1 - config.momentum) * r
+        new_state["momentum_out"], new_state["momentum_in"] = q, r
+    if config.direction == "spectral":
+        out_factor, in_factor = directions.spectral_of_factors(q, r)
+    else:
+        out_factor, in_factor = directions.balanced(q, r)
+        new_state["exp_avg_sq_row"] = directions.ema(state.get("exp_avg_sq_row"), row, directions.BETA2)
+        if config.direction == "row_adam":
+            out_factor = directions.row_adam(out_factor, new_state["exp_avg_sq_row"], step)
+        else:
+            new_state["exp_avg_sq_column"] = directions.ema(state.get("exp_avg_sq_column"), column, directions.BETA2)
+            row_scale, column_scale = directions.factored_scales(
+                new_state["exp_avg_sq_row"], new_state["exp_avg_sq_column"], step
+            )
+            out_factor, in_factor = out_factor * row_scale[:, None], in_factor * column_scale
+    if gradient.exponents is not None:
+        in_factor = torch.ldexp(in_factor, gradient.exponents)
+    return Proposal(out_factor, in_factor, None, None, shape, new_state)
+
+
+def _propose_one_sided(
+    config: Config, gradient: LayerGradient, state: dict[str, Any], shape: tuple[int, int]
+) -> Proposal:
+    sketch, signs = gradient.sketch, gradient.signs
+    assert sketch is not None and signs is not None
+    step = state.get("step", 0) + 1
+    new_state: dict[str, Any] = {"step": step}
+    numerator = sketch
+    if config.momentum > 0:
+        numerator = directions.ema(_carried_momentum(gradient, state, shape), sketch, config.momentum)
+        new_state["momentum"] = numerator
+        new_state["momentum_projection"] = signs.update_index
+        if gradient.exponents is not None:
+            new_state["momentum_exponents"] = gradient.exponents
+    if config.direction == "spectral":
+        result = directions.spectral(numerator)
+    else:
+        new_state["exp_avg_sq"] = directions.ema(
+            state.get("exp_avg_sq"), directions.row_moment(sketch), directions.BETA2
+        )
+        result = directions.row_adam(numerator, new_state["exp_avg_sq"], step)
+        if config.restore_norm:
+            result = directions.restore_norm(result, numerator)
+    if signs.side == "in":
+        return Proposal(result, None, signs, gradient.exponents, shape, new_state)
+    in_factor = result.T if gradient.exponents is None else torch.ldexp(result.T, gradient.exponents)
+    return Proposal(None, in_factor.contiguous(), signs, None, shape, new_state)
+
+
+def _carried_momentum(gradient: LayerGradient, state: dict[str, Any], shape: tuple[int, int]) -> Tensor | None:
+    """The momentum of the last update in the projections of this one."""
+    momentum, signs = state.get("momentum"), gradient.signs
+    if momentum is None or signs is None or state["momentum_projection"] == signs.update_index:
+        return momentum
+    old = SignFactor(signs.seed, state["momentum_projection"], signs.name, signs.side)
+    rank, width = momentum.shape[1], shape[1] if signs.side == "in" else shape[0]
+    old_exponents, new_exponents = state.get("momentum_exponents"), gradient.exponents
+    if signs.side == "in":
+        inverse = None if old_exponents is None else -old_exponents
+        return momenta.carry_over(
+            momentum,
+            scaled_signs(old, rank, width, inverse, momentum.device),
+            scaled_signs(signs, rank, width, new_exponents, momentum.device),
+        )
+    # On the out side the scales belong to the rows of the momentum, not to the projection.
+    if old_exponents is not None and new_exponents is not None:
+        momentum = torch.ldexp(momentum, (new_exponents - old_exponents)[:, None])
+    return momenta.carry_over(
+        momentum, old.matrix(rank, width, device=momentum.device).T, signs.matrix(rank, width, device=momentum.device).T
+    )

@@ -1,0 +1,421 @@
+"""`SketchOptimizer`: trains the full weights of the targets while their dense gradient never exists.
+
+A step, in the order of the method:
+
+1. reduce     the sketches over data-parallel processes; skip if one is not finite or all are zero
+2. recover    a gradient in factors for every target; clip its norm
+3. direction  momentum, second moments, direction, normalised so that ‖ΔW‖ / ‖W‖ over all targets is `lr`
+4. distance   a trust region predicts the KL of the step and scales it to its budget
+5. round      the factors to integers; measure the KL that they will realise; shrink or reject
+6. commit     the moments, merge W <- fl(W - ΔW), advance the version, draw new projections
+
+Nothing is written before 6, so a skipped step leaves weights, moments and version as they were.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from logra import distributed
+from logra.contracts import Delta
+from logra.errors import ConfigError, NonFiniteProbeError, ProbeError
+from logra.hashing import derive_key
+from logra.optim import gradients, input_scaling, storage
+from logra.optim.config import Config
+from logra.optim.layer import LayerGradient, Proposal, propose
+from logra.optim.non_targets import NonTargets
+from logra.sketch.capture import Capture, SketchSpec
+from logra.sketch.targets import Target, find_targets
+from logra.update import LowRankUpdate, PolicyUpdate
+
+logger = logging.getLogger("logra")
+
+
+class SketchOptimizer(torch.optim.Optimizer):
+    """Optimizer of the full weights from low-rank gradient sketches (LoGRA, arXiv 2610.06647, and beyond).
+
+    Args:
+        model: the model. Its targets' forwards are replaced, its other parameters frozen unless `non_target="adamw"`.
+            Build the optimizer before compiling the model, after loading and moving it.
+        config: a `logra.Config`; or give its fields as keyword arguments.
+
+    Raises:
+        ConfigError: a setting has a value that is not allowed.
+        TargetError: a target cannot be sketched.
+
+    Example:
+        >>> opt = logra.SketchOptimizer(model, lr=3e-4, rank=32, trust=logra.TrustRegion(kl_budget=2e-4))
+        >>> loss.backward()
+        >>> opt.set_probe(input_ids=ids, attention_mask=mask, loss_mask=generated)
+        >>> opt.step()
+        >>> opt.zero_grad()
+    """
+
+    def __init__(self, model: nn.Module, config: Config | None = None, **settings: Any) -> None:
+        if config is not None and settings:
+            raise ConfigError(
+                f"give either a Config or settings, not both (got {', '.join(settings)} besides the Config)"
+            )
+        self.config = config = config or Config.from_settings(settings)
+        self.model = model
+        self.targets = find_targets(model, config.target_modules)
+        self._check_dtypes()
+        self._non_targets = NonTargets(model, self.targets, config)
+        groups: list[dict[str, Any]] = [
+            {
+                "params": [target.parameter for target in self.targets],
+                "lr": config.lr,
+                "fqns": [target.fqn for target in self.targets],
+                "version": 0,
+                "num_skipped": 0,
+            }
+        ]
+        if self._non_targets.adamw is not None:
+            parameters = self._non_targets.parameters
+            groups.append({"params": list(parameters.values()), "lr": config.non_target_lr, "fqns": list(parameters)})
+        self._built = False
+        super().__init__(groups, {})
+        self._built = True
+        if config.weight_storage == "split32":
+            for target in self.targets:
+                # A bf16 checkpoint is the fp32 value with nothing in the low plane.
+                self.state[target.parameter]["lo"] = torch.zeros_like(target.parameter, dtype=torch.int16)
+        self._capture = Capture(model, self.targets, self._sketch_spec(), self._out_side())
+        self._capture.begin_window(self._projection_index)
+        self._probe: Any = None
+        self._mismatch = 0.0
+        self._clip: float | None = None
+        self._gradients: dict[str, LayerGradient] | None = None
+        self._diagnostics: dict[str, float] = {}
+        self.last_update: PolicyUpdate | None = None
+        """The update that the last step() applied; None if it was skipped."""
+        self.last_skip: str | None = None
+        """Why the last step() changed nothing; None if it did."""
+
+    # ---- what the outside reads ----
+
+    @property
+    def version(self) -> int:
+        """Policy version: the number of updates applied to the weights."""
+        return self.param_groups[0]["version"]
+
+    @property
+    def num_skipped(self) -> int:
+        """Number of steps that changed nothing."""
+        return self.param_groups[0]["num_skipped"]
+
+    def diagnostics(self) -> dict[str, float]:
+        """Numbers of the last step: grad_norm, update_ratio, skipped (total), and with a trust region predicted_kl,
+        realised_kl (nats per generated token), alpha and kl_budget.
+        """
+        return dict(self._diagnostics)
+
+    def num_parameters(self) -> dict[str, int]:
+        """Numbers of parameters that are sketched, trained densely and frozen."""
+        sketched = sum(target.parameter.numel() for target in self.targets)
+        dense = sum(parameter.numel() for parameter in self._non_targets.parameters.values())
+        total = sum(parameter.numel() for parameter in self.model.parameters())
+        return {"sketched": sketched, "dense": dense, "frozen": total - sketched - dense}
+
+    # ---- the loop: set_probe, clip_grad_norm_, step, zero_grad ----
+
+    def set_probe(
+        self,
+        *,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        loss_mask: Tensor,
+        temperature: float = 1.0,
+        mismatch: float = 0.0,
+    ) -> None:
+        """Give the trust region the responses on which the next step is priced.
+
+        Args:
+            input_ids: int [batch, tokens].
+            attention_mask: 1 at real tokens, [batch, tokens].
+            loss_mask: 1 at generated tokens, [batch, tokens].
+            temperature: sampling temperature, > 0.
+            mismatch: KL between rollout and trainer policy, nats per token, taken off the budget.
+
+        Raises:
+            ConfigError: the optimizer has no trust region.
+            ProbeError: the tensors are unusable.
+        """
+        if self.config.trust is None:
+            raise ConfigError("set_probe needs a trust region: SketchOptimizer(..., trust=logra.TrustRegion(...))")
+        generator = torch.Generator().manual_seed(derive_key("probe", self.config.seed, self.version) % 2**63)
+        self._probe = self.config.trust.make_probe(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            loss_mask=loss_mask,
+            temperature=temperature,
+            generator=generator,
+        )
+        self._mismatch = mismatch
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the recovered gradient (and the dense one of an inner AdamW) of the coming step to `max_norm`.
+
+        Returns:
+            The norm before clipping, fp32 scalar; not finite if a sketch is not.
+        """
+        if not max_norm > 0:
+            raise ConfigError(f"max_norm={max_norm!r}: must be above 0")
+        self._clip = float(max_norm)
+        return gradients.total_norm(self._recover(), self._non_targets.gradients())
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Turn the sketches since the last step into one update of the weights.
+
+        Raises:
+            CaptureError: no gradient was captured since the last step, or one reached a target past its sketch.
+            ProbeError: the trust region has no usable probe.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        try:
+            self._diagnostics = {}
+            self.last_update, self.last_skip = self._update()
+            self.param_groups[0]["num_skipped"] += self.last_skip is not None
+            self._diagnostics["skipped"] = float(self.num_skipped)
+        finally:
+            self._clear_window()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the sketches (and the inner AdamW's gradients) accumulated since the last step."""
+        super().zero_grad(set_to_none)
+        self._clear_window()
+
+    def detach(self) -> None:
+        """Give the model's modules their own forward back. The optimizer cannot be used afterwards."""
+        self._capture.detach()
+
+    # ---- the step ----
+
+    def _update(self) -> tuple[PolicyUpdate | None, str | None]:
+        recovered, dense = self._recover(), self._non_targets.gradients()
+        norm = gradients.total_norm(recovered, dense)
+        self._diagnostics["grad_norm"] = norm.item()
+        if not torch.isfinite(norm):
+            logger.warning(
+                "step skipped: gradient is not finite in %s", ", ".join(gradients.non_finite(recovered, dense))
+            )
+            return None, "non_finite_gradient"
+        if norm == 0:
+            return None, "zero_gradient"
+        clip = self._clip or self.config.max_grad_norm
+        if clip is not None and norm > clip:
+            recovered = {fqn: gradient.scaled(clip / norm) for fqn, gradient in recovered.items()}
+            for grad in dense.values():
+                grad.mul_(clip / norm)
+        moving = [target for target in self.targets if target.fqn in recovered]
+        proposals = {
+            target.fqn: propose(
+                self.config,
+                recovered[target.fqn],
+                self.state[target.parameter],
+                (target.out_features, target.in_features),
+            )
+            for target in moving
+        }
+        scale, decay = self._step_scale(proposals), self._decay(1.0)
+        try:
+            updates = self._scale_and_round(moving, proposals, scale, decay)
+        except NonFiniteProbeError as error:
+            logger.warning("step skipped: %s", error)
+            return None, "non_finite_probe"
+        if updates is None:
+            return None, "trust_rejected"
+        return self._commit(moving, proposals, updates), None
+
+    def _recover(self) -> dict[str, LayerGradient]:
+        """Reduce the gradients and recover the targets' ones from their sketches, once a window."""
+        if self._gradients is None:
+            self._gradients = gradients.recover_all(self._capture, self.targets)
+            distributed.average_(list(self._non_targets.gradients().values()))
+        return self._gradients
+
+    def _step_scale(self, proposals: Mapping[str, Proposal]) -> float:
+        """The factor that makes ‖ΔW‖_F / ‖W‖_F over all targets equal to `lr`."""
+        update = torch.stack([proposal.delta().norm_squared() for proposal in proposals.values()]).sum().sqrt()
+        return (self.param_groups[0]["lr"] * self._weight_norm() / update).item() if update > 0 else 0.0
+
+    def _weight_norm(self) -> Tensor:
+        norms = [torch.linalg.vector_norm(target.weight, dtype=torch.float32) for target in self.targets]
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+    def _decay(self, alpha: float) -> float:
+        return 1.0 - alpha * self.param_groups[0]["lr"] * self.config.weight_decay
+
+    def _scale_and_round(
+        self, moving: list[Target], proposals: Mapping[str, Proposal], scale: float, decay: float
+    ) -> dict[str, LowRankUpdate] | None:
+        """Steps 4 and 5. None if the trust region rejects the step."""
+        trust = self.config.trust
+        if trust is None:
+            return self._round(proposals, scale, decay, attempt=0)
+        if self._probe is None:
+            raise ProbeError("the trust region needs a probe: call set_probe(...) before every step()")
+        deltas = {target.module: proposals[target.fqn].delta(scale, decay) for target in moving}
+        decision = trust.predict(self.model, self._probe, deltas, step=self.version, mismatch=self._mismatch)
+        self._diagnostics |= {"predicted_kl": decision.predicted_kl, "kl_budget": decision.budget}
+        alpha = decision.alpha
+        for attempt in range(_MAX_ATTEMPTS):
+            updates = self._round(proposals, alpha * scale, self._decay(alpha), attempt)
+            rounded: dict[nn.Module, Delta] = {target.module: updates[target.fqn].delta() for target in moving}
+            verdict = trust.verify(self.model, self._probe, rounded, budget=decision.budget, attempt=attempt)
+            self._diagnostics |= {"alpha": alpha, "realised_kl": verdict.realised_kl, "num_shrinks": float(attempt)}
+            if verdict.action == "accept":
+                return updates
+            if verdict.action == "reject":
+                return None
+            alpha *= verdict.factor
+        raise AssertionError("a trust policy must reject after a bounded number of shrinks")
+
+    def _round(
+        self, proposals: Mapping[str, Proposal], scale: float, decay: float, attempt: int
+    ) -> dict[str, LowRankUpdate]:
+        return {
+            fqn: proposal.rounded(
+                scale,
+                decay,
+                factor_bits=self.config.factor_bits,
+                key=derive_key("round", self.config.seed, self.version, fqn, attempt),
+            )
+            for fqn, proposal in proposals.items()
+        }
+
+    def _commit(
+        self, moving: list[Target], proposals: Mapping[str, Proposal], updates: dict[str, LowRankUpdate]
+    ) -> PolicyUpdate:
+        change = torch.stack([update.delta().norm_squared() for update in updates.values()]).sum().sqrt()
+        self._diagnostics["update_ratio"] = (change / self._weight_norm()).item()
+        for target in moving:
+            state = self.state[target.parameter]
+            state.update(proposals[target.fqn].state)
+            lo: Tensor | None = state.get("lo")
+            if lo is not None and target.transposed:
+                lo = lo.T
+            storage.apply_update_(updates[target.fqn], target.weight, lo)
+        tensors = self._step_non_targets()
+        self._update_input_scales()
+        version = self.version
+        update = PolicyUpdate(
+            base_version=version,
+            version=version + 1,
+            seed=self.config.seed,
+            update_index=self._projection_index,
+            weights=updates,
+            tensors=tensors,
+        )
+        self.param_groups[0]["version"] = version + 1
+        return update
+
+    # ---- capture and its checks ----
+
+    @property
+    def _projection_index(self) -> int:
+        return self.version // self.config.refresh_every
+
+    def _check_dtypes(self) -> None:
+        expected = {"fp32": torch.float32, "split32": torch.bfloat16}[self.config.weight_storage]
+        for target in self.targets:
+            if target.parameter.dtype != expected:
+                raise ConfigError(
+                    f"weight_storage={self.config.weight_storage!r} needs {expected} weights, but {target.fqn!r} is "
+                    f"{target.parameter.dtype}. Load the model in {expected}, or use weight_storage='split32' for bfloat16 "
+                    f"and 'fp32' for float32 weights."
+                )
+
+    def _sketch_spec(self) -> SketchSpec:
+        config = self.config
+        return SketchSpec(
+            rank=config.rank,
+            two_sided=config.sketch == "two_sided",
+            seed=config.seed,
+            input_moments=config.input_scaling,
+        )
+
+    def _out_side(self) -> frozenset[str]:
+        side = self.config.side
+        return frozenset(
+            target.fqn
+            for target in self.targets
+            if side == "out" or (side == "auto" and target.in_features < target.out_features)
+        )
+
+    def _clear_window(self) -> None:
+        self._capture.begin_window(self._projection_index)
+        self._gradients = self._probe = self._clip = None
+        self._mismatch = 0.0
+
+    def _update_input_scales(self) -> None:
+        """Fold this window's input moments into their EMA; the scales change together with the projections."""
+        if not self.config.input_scaling:
+            return
+        owners = {id(self._capture.shared_input(target.fqn)): target for target in reversed(self.targets)}
+        for shared in self._capture.shared_inputs():
+            if shared.square_sum is None:
+                continue
+            mean = shared.square_sum / shared.num_tokens
+            distributed.average_([mean])
+            state = self.state[owners[id(shared)].parameter]
+            state["input_second_moment"] = input_scaling.moment_ema(state.get("input_second_moment"), mean)
+            if (self.version + 1) % self.config.refresh_every == 0:
+                shared.exponents = state["input_exponents"] = input_scaling.exponents(state["input_second_moment"])
+
+    def _step_non_targets(self) -> dict[str, Tensor]:
+        if self._non_targets.adamw is None:
+            return {}
+        changed = self._non_targets.step(self.param_groups[1]["lr"])
+        self.state.update(self._non_targets.adamw.state)
+        return changed
+
+    # ---- torch.optim.Optimizer ----
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused after construction: targets are modules, not parameters."""
+        if getattr(self, "_built", True):
+            raise ConfigError(
+                "SketchOptimizer has no add_param_group: which weights are sketched is decided by target_modules when it is "
+                "built. Build a new one with other patterns."
+            )
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict()` returned: tensors keep their own dtype, whatever the dtype of the parameters.
+
+        Raises:
+            ConfigError: the state belongs to other targets.
+        """
+        groups = state_dict["param_groups"]
+        if [group["fqns"] for group in groups] != [group["fqns"] for group in self.param_groups]:
+            raise ConfigError("load_state_dict: the state was saved for other parameters than those of this optimizer")
+        for own, group in zip(self.param_groups, groups, strict=True):
+            own.update({name: value for name, value in group.items() if name != "params"})
+            for parameter, index in zip(own["params"], group["params"], strict=True):
+                saved = state_dict["state"].get(index, {})
+                self.state[parameter] = {
+                    name: value.to(parameter.device, copy=True) if isinstance(value, Tensor) else value
+                    for name, value in saved.items()
+                }
+        if self._non_targets.adamw is not None:
+            for parameter in self.param_groups[1]["params"]:
+                self._non_targets.adamw.state[parameter] = self.state[parameter]
+        for target in self.targets:
+            exponents = self.state[target.parameter].get("input_exponents")
+            if exponents is not None:
+                self._capture.shared_input(target.fqn).exponents = exponents
+        self._clear_window()
+
+
+_MAX_ATTEMPTS = 100
+"""Far above what any trust policy shrinks; reaching it is a bug in the policy."""

@@ -1,0 +1,186 @@
+"""TRL's GRPO trainer with the gaps closed that every method of `logra` would fall into, whatever its optimizer.
+
+Owns: checked rewards, advantages that are exactly 0 where a group carries no signal, log-probabilities of the
+completion alone (on CPU), and the metrics of a step. Everything else is TRL's, every TRL argument works.
+
+TRL's tensors, with B completions of one micro-batch: prompt_ids and prompt_mask [B, P] (padded on the left),
+completion_ids and completion_mask [B, C] (padded on the right), advantages fp32 [B]. Padding is known by the masks
+alone, since many tokenizers pad with a token that also occurs in the text.
+"""
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+import trl
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from logra.errors import DataError
+from logra.rl.logprobs import completion_log_probs
+from logra.rl.metrics import StepClock, peak_memory_bytes, reward_metrics
+from logra.rl.rewards import checked, require_finite, signal_free_rows
+
+
+class CheckedGRPOTrainer(trl.GRPOTrainer):
+    """`trl.GRPOTrainer` with checked rewards and the metrics of `logra`; the optimizer is TRL's.
+
+    Takes TRL's arguments. `GRPOTrainer` adds the sketch optimizer; the dense AdamW and LoRA baselines use this class.
+
+    Raises:
+        DataError: no training rows, or a reward function that returns something unusable.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        given = inspect.signature(trl.GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments
+        _require_rows(given.get("train_dataset"))
+        super().__init__(*args, **kwargs)
+        self.reward_funcs: list[Any] = [
+            function if isinstance(function, nn.Module) else checked(function, name)
+            for function, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
+        ]
+        self._clock = StepClock()
+        self._rewards = torch.empty(0, len(self.reward_funcs))
+        self.add_callback(_StepEvents(self))
+
+    # --- rollout ---
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        rewards = super()._calculate_rewards(*args, **kwargs)
+        require_finite(rewards, self.reward_func_names)
+        self._rewards = rewards
+        return rewards
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        mode = "train" if self.model.training else "eval"
+        with self._clock.rollout():
+            batch = super()._generate_and_score_completions(inputs)
+        num_generations = self.num_generations if mode == "train" else self.num_generations_eval
+        totals = self._reward_totals()
+        summed = self.multi_objective_aggregation == "sum_then_normalize"
+        signal_free = signal_free_rows(totals[:, None] if summed else self._rewards, num_generations)
+        first = self.accelerator.process_index * len(inputs)
+        batch["advantages"] = batch["advantages"].masked_fill(signal_free[first : first + len(inputs)], 0.0)
+        for name, value in reward_metrics(totals, signal_free, num_generations).items():
+            self._metrics[mode][name].append(value)
+        return batch
+
+    def _reward_totals(self) -> Tensor:
+        """Weighted reward of each completion of the generation batch, fp32 [completions], NaN where not scored."""
+        weighted = self._rewards * self.reward_weights.to(self._rewards.device)
+        return weighted.nansum(dim=1).masked_fill(self._rewards.isnan().all(dim=1), float("nan"))
+
+    # --- log-probabilities ---
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **fields: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        text_only = not compute_aux_loss and all(value is None for value in fields.values())
+        if not (text_only and self._head_scores_every_position):
+            return super()._get_per_token_logps_and_entropies(
+                model,
+                input_ids,
+                attention_mask,
+                logits_to_keep,
+                batch_size=batch_size,
+                compute_entropy=compute_entropy,
+                compute_aux_loss=compute_aux_loss,
+                **fields,
+            )
+        with self.accelerator.autocast():
+            log_probs, entropy = completion_log_probs(
+                model,
+                input_ids,
+                attention_mask,
+                num_completion_tokens=logits_to_keep,
+                temperature=self.temperature,
+                batch_size=batch_size,
+                with_entropy=compute_entropy,
+                entropy_has_grad=self._entropy_bonus_enabled,
+            )
+        return log_probs, entropy, None
+
+    @functools.cached_property
+    def _head_scores_every_position(self) -> bool:
+        """Whether TRL would project prompt positions through the LM head too, and the model can be told not to.
+
+        TRL's fused head drops them only where Triton runs. On CPU, with a short answer to a long prompt and a large
+        vocabulary, they are a fifth of the step.
+        """
+        base = self.accelerator.unwrap_model(self.model)
+        base = base.get_base_model() if hasattr(base, "get_base_model") else base
+        takes_it = "logits_to_keep" in inspect.signature(type(base).forward).parameters
+        return self.accelerator.device.type == "cpu" and takes_it and not self.args.cast_lm_head_to_fp32
+
+    # --- metrics ---
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log through TRL, under `logra`'s names as well."""
+        mode = "train" if self.model.training else "eval"
+        if entropies := self._metrics[mode].get("entropy"):
+            self._metrics[mode]["policy/entropy"] = list(entropies)
+        if mode == "train" and "loss" in logs:
+            self._add_step_totals(logs)
+        super().log(logs, start_time)
+
+    def _add_step_totals(self, logs: dict[str, float]) -> None:
+        """Add what is a state of the run, not an average over steps."""
+        logs["memory/peak_bytes"] = peak_memory_bytes(self.accelerator.device)
+        if "grad_norm" in logs:
+            logs["optim/grad_norm"] = logs["grad_norm"]
+
+    def _record(self, metrics: dict[str, float]) -> None:
+        """Let these values enter the next log, averaged over the steps it covers."""
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
+
+    # --- events of a step, in this order; called by _StepEvents ---
+
+    def _on_step_begin(self) -> None:
+        self._clock.start_step()
+
+    def _on_pre_optimizer_step(self) -> None:
+        pass
+
+    def _on_optimizer_step(self) -> None:
+        pass
+
+    def _on_step_end(self) -> None:
+        self._record(self._clock.metrics())
+
+
+class _StepEvents(TrainerCallback):
+    """Passes the events of a training step to the trainer itself, which transformers tells only its callbacks."""
+
+    def __init__(self, trainer: CheckedGRPOTrainer):
+        self._trainer = trainer
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._trainer._on_step_begin()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self._trainer._on_pre_optimizer_step()
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self._trainer._on_optimizer_step()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._trainer._on_step_end()
+
+
+def _require_rows(dataset: Any) -> None:
+    if hasattr(dataset, "__len__") and len(dataset) == 0:
+        raise DataError("train_dataset has no rows: training would end after zero steps")

@@ -1,0 +1,136 @@
+"""Rewards on their way into training: extraction, checks, and the groups that carry no signal.
+
+Contract: a reward function takes TRL's keyword arguments (prompts, completions, dataset columns) and returns one
+value per completion. A value is a finite number, or None for a completion that cannot be scored (it is dropped).
+Everything else is a DataError that names the function.
+"""
+
+import functools
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logra.errors import DataError
+
+RewardFunction = Callable[..., Any]
+
+_NUMBER = re.compile(r"-?\d+")
+
+
+def completion_text(completion: Any) -> str:
+    """The text of a completion: a string, or the assistant messages of a conversation, joined."""
+    if isinstance(completion, str):
+        return completion
+    return "".join(str(message.get("content") or "") for message in completion)
+
+
+def last_integer(text: str) -> int | None:
+    """The last integer in `text`, with its sign; None if there is none. "5 - 9 = -4." gives -4."""
+    found = _NUMBER.findall(text)
+    return int(found[-1]) if found else None
+
+
+def check_rewards(values: Any, *, name: str, num_completions: int) -> list[float | None]:
+    """The values a reward function returned, as floats or None.
+
+    Args:
+        values: what the function returned.
+        name: of the function, for the message.
+        num_completions: how many values there must be.
+
+    Raises:
+        DataError: not a sequence of the right length, or a value that is neither None nor a finite number.
+    """
+    if isinstance(values, Tensor):
+        values = values.tolist()
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise DataError(
+            f"reward function {name!r} returned {type(values).__name__}: it must return a list with one number "
+            f"(or None) per completion"
+        )
+    values = list(values)
+    if len(values) != num_completions:
+        raise DataError(
+            f"reward function {name!r} returned {len(values)} rewards for {num_completions} completions: "
+            f"it must return exactly one per completion"
+        )
+    return [_check_value(value, name, index) for index, value in enumerate(values)]
+
+
+def _check_value(value: Any, name: str, index: int) -> float | None:
+    if value is None:
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise DataError(
+            f"reward function {name!r} returned {value!r} for completion {index}: a reward is a number or None"
+        ) from None
+    if not math.isfinite(number):
+        raise DataError(
+            f"reward function {name!r} returned {number} for completion {index}: a reward must be finite. "
+            f"Return None to leave a completion out."
+        )
+    return number
+
+
+def checked(function: RewardFunction, name: str) -> RewardFunction:
+    """`function` with its return value checked; an async function stays async. See `check_rewards`."""
+    call = function.func if isinstance(function, functools.partial) else function
+    if inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(getattr(call, "__call__", None)):  # noqa: B004
+
+        async def checked_async(**kwargs: Any) -> list[float | None]:
+            return check_rewards(await function(**kwargs), name=name, num_completions=len(kwargs["completions"]))
+
+        wrapper: RewardFunction = checked_async
+    else:
+
+        def checked_sync(**kwargs: Any) -> list[float | None]:
+            return check_rewards(function(**kwargs), name=name, num_completions=len(kwargs["completions"]))
+
+        wrapper = checked_sync
+    wrapper.__name__ = name
+    return wrapper
+
+
+def require_finite(rewards: Tensor, names: Sequence[str]) -> None:
+    """Refuse an infinite reward of a reward *model* (functions are checked one value at a time).
+
+    Args:
+        rewards: fp32 [completions, functions]; NaN stands for "not scored".
+        names: of the functions, one per column.
+
+    Raises:
+        DataError: an infinite entry.
+    """
+    infinite = torch.isinf(rewards).any(dim=0)
+    for column in infinite.nonzero().flatten().tolist():
+        raise DataError(f"reward function {names[column]!r} returned an infinite reward: a reward must be finite")
+
+
+def signal_free_rows(rewards: Tensor, num_generations: int) -> Tensor:
+    """Which completions belong to a group whose rewards are all equal, so that their advantage must be exactly 0.
+
+    In floating point the mean of eight times 0.35 is not 0.35: subtracting it and dividing by a standard deviation of
+    nearly 0 leaves advantages of pure rounding noise. Equality is therefore decided on the rewards themselves, up to
+    the rounding of a weighted sum (8 units in the last place of fp32).
+
+    Args:
+        rewards: fp32 [groups * num_generations, columns], groups contiguous; NaN stands for "not scored" and is
+            left out of the comparison. A group is equal when it is equal in every column.
+        num_generations: completions per group.
+
+    Returns:
+        bool [groups * num_generations].
+    """
+    grouped = rewards.view(-1, num_generations, rewards.shape[-1])
+    highest = grouped.nan_to_num(nan=-math.inf).amax(dim=1)
+    lowest = grouped.nan_to_num(nan=math.inf).amin(dim=1)
+    tolerance = 8 * torch.finfo(rewards.dtype).eps * torch.maximum(highest.abs(), lowest.abs())
+    equal = (highest - lowest <= tolerance).all(dim=1)
+    return equal.repeat_interleave(num_generations)

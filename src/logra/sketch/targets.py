@@ -1,0 +1,199 @@
+"""Which weights are sketched.
+
+A pattern names a module by the tail of its fully qualified name (`q_proj`, `self_attn.q_proj`, `layers.*.down_proj`, shell
+wildcards allowed) and matches `nn.Linear` and transformers' `Conv1D`. Whatever a pattern matches is either sketched or
+refused by name; nothing is skipped in silence.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from logra.errors import TargetError
+
+ALL_LINEAR = "all-linear"
+"""In place of patterns: every linear module except the output embedding."""
+
+_WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_OUTPUT_EMBEDDINGS = ("lm_head", "embed_out", "output_layer")
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """One sketched weight. The canonical weight is [out, in], also where the module stores its transpose.
+
+    Attributes:
+        fqn: fully qualified name of the weight, without wrapper segments.
+        parent: fully qualified name of the parent module; names the projections, so siblings of one width share them.
+        module: the module that owns the weight.
+        transposed: the module stores [in, out] (GPT-2's `Conv1D`).
+    """
+
+    fqn: str
+    parent: str
+    module: nn.Module
+    transposed: bool
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The weight as the module stores it."""
+        return self.module.weight  # type: ignore[return-value]
+
+    @property
+    def weight(self) -> Tensor:
+        """The canonical weight [out, in]: a detached view of the parameter."""
+        weight = self.parameter.detach()
+        return weight.T if self.transposed else weight
+
+    @property
+    def out_features(self) -> int:
+        """Number of rows of the canonical weight."""
+        return self.parameter.shape[1 if self.transposed else 0]
+
+    @property
+    def in_features(self) -> int:
+        """Number of columns of the canonical weight."""
+        return self.parameter.shape[0 if self.transposed else 1]
+
+
+def canonical_fqn(name: str) -> str:
+    """The name without the segments that compile, checkpoint and FSDP wrappers add."""
+    return ".".join(segment for segment in name.split(".") if segment not in _WRAPPER_SEGMENTS)
+
+
+def find_targets(model: nn.Module, patterns: str | Sequence[str]) -> tuple[Target, ...]:
+    """The weights that `patterns` select, in the order of `model.named_modules()`.
+
+    Args:
+        model: any module tree; not compiled yet.
+        patterns: one or several name patterns (see the module docstring), or "all-linear".
+
+    Raises:
+        TargetError: a pattern matches nothing or something that cannot be sketched (another module type, fused expert
+            weights, a tied, quantised, sharded or flattened weight, a peft adapter), or the model is compiled.
+    """
+    _refuse_compiled(model)
+    modules = {canonical_fqn(name): module for name, module in model.named_modules()}
+    selected = _select(model, modules, patterns)
+    _refuse_fused_experts(model, patterns)
+    owners = _owners_by_parameter(model)
+    targets = []
+    for name, module in selected.items():
+        _check_weight(name, module)
+        fqn = f"{name}.weight" if name else "weight"
+        aliases = [other for other in owners[id(module.weight)] if other != fqn]
+        if aliases:
+            raise TargetError(
+                f"target {fqn!r} is tied to {', '.join(map(repr, aliases))}: a tied weight has two gradients and one of "
+                f"them is not sketched. Leave it out of target_modules, or untie it before building the optimizer."
+            )
+        targets.append(Target(fqn, name.rpartition(".")[0], module, transposed=_is_conv1d(module)))
+    return tuple(targets)
+
+
+def _select(model: nn.Module, modules: dict[str, nn.Module], patterns: str | Sequence[str]) -> dict[str, nn.Module]:
+    linear_names = [name for name, module in modules.items() if _is_linear(module)]
+    if patterns == ALL_LINEAR:
+        names = [name for name in linear_names if name.rpartition(".")[2] not in _OUTPUT_EMBEDDINGS]
+        if not names:
+            raise TargetError(
+                f"target_modules='all-linear' matches nothing: {type(model).__name__} has no linear module"
+            )
+        return {name: modules[name] for name in names}
+    patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    if not patterns:
+        raise TargetError("target_modules is empty: give name patterns such as 'q_proj', or 'all-linear'")
+    selected: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        matches = [name for name in modules if name and _matches(name, pattern)]
+        if not matches and not _fused_experts(model, (pattern,)):
+            tails = sorted({name.rpartition(".")[2] for name in linear_names})
+            raise TargetError(
+                f"target_modules: pattern {pattern!r} matches no module of {type(model).__name__}. "
+                f"Its linear modules end in: {', '.join(tails) if tails else '(none)'}; 'all-linear' takes them all."
+            )
+        selected.update((name, modules[name]) for name in matches)
+    return {name: modules[name] for name in modules if name in selected}
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    # transformers' Conv1D by name: the core does not import transformers.
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or _is_conv1d(module)
+
+
+def _check_weight(name: str, module: nn.Module) -> None:
+    kind = type(module).__name__
+    if hasattr(module, "base_layer"):
+        raise TargetError(f"target {name!r} carries a peft adapter ({kind}): merge or remove it first")
+    if not _is_linear(module):
+        raise TargetError(
+            f"target {name!r} is a {kind}: only nn.Linear and Conv1D can be sketched. Narrow the pattern in target_modules."
+        )
+    weight = module.weight
+    if hasattr(weight, "ds_id") or weight.numel() == 0 or weight.ndim == 1:  # type: ignore[union-attr]
+        raise TargetError(
+            f"target {name!r} has a flattened or emptied weight of shape {tuple(weight.shape)} (DeepSpeed ZeRO or FSDP1): "  # type: ignore[union-attr]
+            f"the gradient of a matrix cannot be sketched from it. Train without ZeRO-3 and FSDP1."
+        )
+    if not isinstance(weight, nn.Parameter) or weight.ndim != 2:
+        raise TargetError(f"target {name!r}: the weight must be a 2-D parameter, it is a {type(weight).__name__}")
+    if hasattr(weight, "device_mesh"):
+        raise TargetError(f"target {name!r} is a sharded DTensor: sharded weights are not supported by this version")
+    if weight.dtype not in (torch.float32, torch.bfloat16):
+        raise TargetError(
+            f"target {name!r} has dtype {weight.dtype} (quantised or half precision): load the model in float32 or bfloat16"
+        )
+    if weight.device.type == "meta":
+        raise TargetError(f"target {name!r} is on the meta device: load the weights before building the optimizer")
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+            raise TargetError(
+                f"module {name or type(module).__name__!r} is already compiled: build SketchOptimizer first, then call "
+                f"torch.compile(model); a graph compiled before has no place for the capture"
+            )
+
+
+def _fused_experts(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    return [
+        fqn
+        for module_name, module in model.named_modules()
+        for name, parameter in module.named_parameters(prefix=canonical_fqn(module_name), recurse=False)
+        if parameter.ndim == 3
+        and not isinstance(module, nn.modules.conv._ConvNd)
+        and any(_matches(fqn := name, pattern) for pattern in patterns)
+    ]
+
+
+def _refuse_fused_experts(model: nn.Module, patterns: str | Sequence[str]) -> None:
+    if patterns == ALL_LINEAR:
+        patterns = ("*",)
+    fused = _fused_experts(model, (patterns,) if isinstance(patterns, str) else patterns)
+    if fused:
+        raise TargetError(
+            f"target_modules matches fused expert weights ({fused[0]!r} and {len(fused) - 1} more, 3-D parameters), which "
+            f"cannot be sketched. Name the modules around them, for example ('self_attn.q_proj', 'self_attn.o_proj')."
+        )
+
+
+def _owners_by_parameter(model: nn.Module) -> dict[int, list[str]]:
+    """Names under which distinct modules own a parameter; one module registered twice counts once."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(prefix=canonical_fqn(module_name), recurse=False):
+            names[id(parameter)].append(name)
+    return names

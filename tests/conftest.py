@@ -22,7 +22,9 @@ class Block(nn.Module):
 class TinyLM(nn.Module):
     """A causal-free toy language model over token ids: [batch, tokens] -> logits [batch, tokens, vocab]."""
 
-    def __init__(self, vocab: int = 23, width: int = 40, inner: int = 56, layers: int = 2, *, bias: bool = False) -> None:
+    def __init__(
+        self, vocab: int = 23, width: int = 40, inner: int = 56, layers: int = 2, *, bias: bool = False
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
         self.layers = nn.ModuleList(Block(width, inner, bias=bias) for _ in range(layers))

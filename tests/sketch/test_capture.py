@@ -49,11 +49,15 @@ def assert_sketches(capture, targets, dense, rtol=2e-5):
         if sketch.on_in is not None:
             expected = sketch_in(grad, shared.signs().matrix(capture.spec.rank, target.in_features), scales)
             assert sketch.on_in.dtype == torch.float32
-            torch.testing.assert_close(sketch.on_in.double(), expected, rtol=rtol, atol=rtol * expected.abs().max().item())
+            torch.testing.assert_close(
+                sketch.on_in.double(), expected, rtol=rtol, atol=rtol * expected.abs().max().item()
+            )
         if sketch.on_out is not None:
             signs = capture.out_signs(target.fqn).matrix(capture.spec.rank_out, target.out_features)
             expected = sketch_out(grad, signs)
-            torch.testing.assert_close(sketch.on_out.double(), expected, rtol=rtol, atol=rtol * expected.abs().max().item())
+            torch.testing.assert_close(
+                sketch.on_out.double(), expected, rtol=rtol, atol=rtol * expected.abs().max().item()
+            )
         assert sketch.tensors(), target.fqn
         assert target.parameter.grad is None
 
@@ -201,7 +205,11 @@ class RecordShapes(TorchDispatchMode):
         self.shapes = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        inputs = {a.untyped_storage().data_ptr() for a in torch.utils._pytree.tree_leaves((args, kwargs)) if torch.is_tensor(a)}
+        inputs = {
+            a.untyped_storage().data_ptr()
+            for a in torch.utils._pytree.tree_leaves((args, kwargs))
+            if torch.is_tensor(a)
+        }
         result = func(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(result):
             if torch.is_tensor(tensor) and tensor.untyped_storage().data_ptr() not in inputs:

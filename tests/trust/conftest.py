@@ -71,9 +71,9 @@ def targets_of(model: nn.Module) -> list[nn.Module]:
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     found = []
     for module in model.modules():
-        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
-            if id(module.weight) not in tied:
-                found.append(module)
+        is_target = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        if is_target and id(module.weight) not in tied:
+            found.append(module)
     return found
 
 
@@ -100,9 +100,7 @@ def make_batch(*, left: int = 0, right: int = 0, seed: int = 2) -> dict[str, Ten
     generator = torch.Generator().manual_seed(seed)
     prompts, responses = (3, 6, 4, 5), (9, 5, 12, 7)
     width = left + 18 + right
-    batch = {
-        name: torch.zeros(4, width, dtype=torch.int64) for name in ("input_ids", "attention_mask", "loss_mask")
-    }
+    batch = {name: torch.zeros(4, width, dtype=torch.int64) for name in ("input_ids", "attention_mask", "loss_mask")}
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         ids = torch.randint(3, VOCAB, (prompt + response,), generator=generator)
         start = left + 6 - prompt

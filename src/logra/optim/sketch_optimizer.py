@@ -221,7 +221,7 @@ class SketchOptimizer(torch.optim.Optimizer):
             target.fqn: propose(
                 self.config,
                 recovered[target.fqn],
-                self.state[target.parameter],
+                self.state.get(target.parameter, {}),
                 (target.out_features, target.in_features),
             )
             for target in moving
@@ -411,7 +411,7 @@ class SketchOptimizer(torch.optim.Optimizer):
             for parameter in self.param_groups[1]["params"]:
                 self._non_targets.adamw.state[parameter] = self.state[parameter]
         for target in self.targets:
-            exponents = self.state[target.parameter].get("input_exponents")
+            exponents = self.state.get(target.parameter, {}).get("input_exponents")
             if exponents is not None:
                 self._capture.shared_input(target.fqn).exponents = exponents
         self._clear_window()

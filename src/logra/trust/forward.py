@@ -115,7 +115,7 @@ def token_chunks(batch: ProbeBatch) -> Iterator[slice]:
 
 
 @contextmanager
-def _forward_replaced(module: nn.Module, forward: Any) -> Iterator[None]:
+def _forward_replaced(module: Any, forward: Any) -> Iterator[None]:
     """Set the instance attribute `forward` and put back what was there: an earlier instance attribute, or none."""
     had, before = "forward" in vars(module), vars(module).get("forward")
     module.forward = forward

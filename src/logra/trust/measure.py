@@ -11,6 +11,7 @@ KL = 0), deltas that are all zero. NonFiniteProbeError: logits or a KL that is N
 """
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -73,6 +74,8 @@ def predicted_kl(model: nn.Module, probe: Probe, deltas: Mapping[nn.Module, Delt
     Raises:
         ProbeError, NonFiniteProbeError: see the module docstring.
     """
+    _check_finite(deltas)
+    _load_forward_derivatives()
     tally = _Tally()
     reader = LogitReader(model)
     injection = Injection(deltas, "tangent")
@@ -131,6 +134,7 @@ def _compare(
     statistic: Callable[[Tensor, Tensor], Tensor],
 ) -> _Tally:
     """`statistic(logits, logits with the update)` for every chunk of generated tokens."""
+    _check_finite(deltas)
     device = _device(probe)
     tally = _Tally()
     reader = LogitReader(model)
@@ -151,6 +155,20 @@ def _compare(
 
 def _device(probe: Probe) -> torch.device:
     return probe.batches[0].input_ids.device
+
+
+def _check_finite(deltas: Mapping[nn.Module, Delta]) -> None:
+    """Raise NonFiniteProbeError for a NaN or infinite factor: behind a saturating layer its KL could look harmless."""
+    finite = [factor.isfinite().all() for delta in deltas.values() for factor in (delta.out_factor, delta.in_factor)]
+    if not torch.stack(finite).all():
+        raise NonFiniteProbeError("the proposed update has factors that are not finite.")
+
+
+def _load_forward_derivatives() -> None:
+    """The first dual tensor of a process makes PyTorch load some of its formulas, with a deprecation warning of its own."""
+    with warnings.catch_warnings(), forward_ad.dual_level():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        forward_ad.make_dual(torch.zeros(1), torch.zeros(1))
 
 
 @contextmanager

@@ -36,7 +36,7 @@ class Float32Forward(TorchFunctionMode):
         """One operation with its low-precision operands cast to fp32."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if func is _GET_DTYPE:
+        if func == _GET_DTYPE:
             # Model code casts to `weight.dtype`: that must not bring bfloat16 back.
             dtype = func(*args)
             return torch.float32 if dtype in _LOW_PRECISION else dtype

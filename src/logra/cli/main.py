@@ -1,0 +1,65 @@
+"""The command `logra`: finds the subcommand and turns errors into one line and an exit code.
+
+Exit codes: 0 done, 1 interrupted, 2 a setting or an input that cannot be used.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from logra.errors import LograError
+
+COMMANDS = {"train": "train a model by reinforcement learning"}
+
+USAGE = f"""usage: logra COMMAND [options]
+
+Reinforcement learning of the full weights of language models from low-rank gradient sketches.
+
+commands:
+{chr(10).join(f"  {name:8}{summary}" for name, summary in COMMANDS.items())}
+
+logra COMMAND --help shows the options of a command, their defaults and units.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: arguments without the program's name; None takes those of the process.
+
+    Returns:
+        The exit code.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        from logra import __version__
+
+        print(f"logra {__version__}")
+        return 0
+    if arguments[0] not in COMMANDS:
+        print(f"logra: unknown command {arguments[0]!r}. Commands: {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    try:
+        return _train(arguments[1:])
+    except LograError as error:
+        print(f"logra {arguments[0]}: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _train(arguments: Sequence[str]) -> int:
+    try:
+        from logra.cli.train import parse
+    except ModuleNotFoundError as error:
+        print(f"logra train needs the package {error.name}: pip install 'logra[rl]'", file=sys.stderr)
+        return 2
+    config = parse(arguments)
+    from logra.rl.run import train  # TRL takes seconds to import; a wrong flag should not
+
+    return 1 if train(config).interrupted else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""A task from a Python file of the user's: a reward function, and prompts from the file or from a dataset on disk.
+
+    # my_task.py
+    def dataset():                                   # or --dataset prompts.jsonl / prompts.parquet
+        return [{"prompt": "2 + 3 =", "answer": "5"}, ...]
+
+    def reward(completions, answer, **kwargs):       # TRL's convention: one value per completion, columns as lists
+        return [float(a in c) for c, a in zip(completions, answer)]
+"""
+
+import importlib.util
+import inspect
+import json
+import random
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from logra.errors import DataError
+from logra.rl.tasks.problems import Row, distinct, split_heldout
+
+MOST_HELDOUT = 1 / 5
+"""Largest share of the user's prompts that is held out."""
+
+TRL_ARGUMENTS = {
+    "prompts",
+    "completions",
+    "completion_ids",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+    "environments",
+}
+"""What TRL passes to a reward function besides the columns of the dataset."""
+
+
+def load(
+    file: Path, data: Path | None, *, num_heldout: int, seed: int
+) -> tuple[list[Row], list[Row], Callable[..., Any]]:
+    """Import the file, read the prompts, split them.
+
+    Args:
+        file: Python file with `reward(...)`, and `dataset()` unless `data` is given.
+        data: JSONL or Parquet file with a "prompt" column.
+        num_heldout: prompts to hold out, at most a fifth.
+        seed: of the order, which decides what is held out.
+
+    Returns:
+        Rows to train on; rows held out, disjoint by prompt; the reward function.
+
+    Raises:
+        DataError: no file, no reward function, no prompts, no "prompt" column, or a reward function that asks for a
+            column that the dataset does not have.
+    """
+    module = _import(file)
+    reward = getattr(module, "reward", None)
+    if not callable(reward):
+        raise DataError(f"task={str(file)!r} defines no function `reward(completions, **kwargs)`")
+    rows, source = _rows(module, file, data)
+    rows = list(distinct(_check_rows(rows, source)))
+    _check_reward_columns(reward, rows[0], file)
+    random.Random(seed).shuffle(rows)
+    train, heldout = split_heldout(rows, num_heldout, most=MOST_HELDOUT)
+    return train, heldout, reward
+
+
+def _import(file: Path) -> ModuleType:
+    if not file.is_file():
+        raise DataError(f"task={str(file)!r}: there is no such file")
+    spec = importlib.util.spec_from_file_location("logra_task", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses of the task look their module up by name
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise DataError(f"task={str(file)!r} cannot be imported: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _rows(module: ModuleType, file: Path, data: Path | None) -> tuple[Iterable[Any], str]:
+    """The rows as given, and where they come from (for messages)."""
+    if data is not None:
+        return read_rows(data), f"dataset={str(data)!r}"
+    function = getattr(module, "dataset", None)
+    if not callable(function):
+        raise DataError(f"task={str(file)!r} defines no function `dataset()`: define one, or give --dataset")
+    return function(), f"dataset() of task={str(file)!r}"
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Rows of a JSONL or Parquet file.
+
+    Raises:
+        DataError: no such file, another format, or a line that is not a JSON object.
+    """
+    if not path.is_file():
+        raise DataError(f"dataset={str(path)!r}: there is no such file")
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        return pyarrow.parquet.read_table(path).to_pylist()
+    if path.suffix not in (".jsonl", ".json", ".ndjson"):
+        raise DataError(f"dataset={str(path)!r}: a .jsonl or .parquet file is needed")
+    rows: list[Row] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"dataset={str(path)!r}, line {number}: not JSON ({error})") from None
+        rows.append(row)
+    return rows
+
+
+def _check_rows(rows: Iterable[Any], source: str) -> list[Row]:
+    checked = list(rows)
+    if not checked:
+        raise DataError(f"{source} is empty: it must hold at least one prompt")
+    for number, row in enumerate(checked, start=1):
+        if not isinstance(row, dict):
+            raise DataError(f"{source}, row {number}: {type(row).__name__}, but a row is an object with a prompt")
+        if "prompt" not in row:
+            raise DataError(
+                f"{source}, row {number} has no column 'prompt'. Its columns: {', '.join(map(str, row)) or 'none'}"
+            )
+        if not isinstance(row["prompt"], (str, list)) or not row["prompt"]:
+            raise DataError(
+                f"{source}, row {number}: prompt={row['prompt']!r} must be a text or a list of chat messages"
+            )
+    return checked
+
+
+def _check_reward_columns(reward: Callable[..., Any], row: Row, file: Path) -> None:
+    """Refuse a reward function that needs an argument which nobody passes."""
+    try:
+        parameters = inspect.signature(reward).parameters.values()
+    except (TypeError, ValueError):  # a builtin or C function tells nothing about its arguments
+        return
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        raise DataError(
+            f"task={str(file)!r}: `reward` must accept **kwargs, since TRL also passes it {', '.join(sorted(TRL_ARGUMENTS))}"
+        )
+    for parameter in parameters:
+        required = parameter.default is parameter.empty and parameter.kind not in _VARIABLE
+        if required and parameter.name not in TRL_ARGUMENTS | row.keys():
+            raise DataError(
+                f"task={str(file)!r}: `reward` needs {parameter.name!r}, but the dataset has no such column. "
+                f"Its columns: {', '.join(row)}"
+            )
+
+
+_VARIABLE = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)

@@ -1,0 +1,191 @@
+"""`GRPOTrainer`: TRL's GRPO trainer, with `logra.SketchOptimizer` in the place of its optimizer.
+
+The order of one optimizer step, as transformers runs it: micro-batches forward and backward (sketches accumulate),
+probe handed over, `SketchOptimizer.step`, scheduler, log. Gradients are clipped inside the optimizer, on the recovered
+gradient, and the logged `grad_norm` is that gradient's norm: transformers' own clipping sees `.grad`, which stays None.
+
+Refuses: DeepSpeed, FSDP1, fp16 gradient scaling, LoRA, torch.compile and a foreign optimizer (ConfigError).
+"""
+
+import dataclasses
+import functools
+import inspect
+import os
+import warnings
+from typing import Any
+
+import torch
+import trl
+from torch import Tensor, nn
+
+from logra.errors import ConfigError
+from logra.optim import Config, SketchOptimizer
+from logra.rl.grpo import CheckedGRPOTrainer
+from logra.rl.metrics import optimizer_metrics
+from logra.rl.probe_window import ProbeWindow, TimedTrust
+
+
+class GRPOTrainer(CheckedGRPOTrainer):
+    """Drop-in for `trl.GRPOTrainer` that trains the full weights from gradient sketches.
+
+    Args:
+        *args: the arguments of `trl.GRPOTrainer`.
+        logra: settings of the optimizer; None means `logra.Config()`. The learning rate is `Config.lr`, a relative step:
+            `args.learning_rate`, `args.optim` and `args.weight_decay` belong to TRL's optimizer and are not used (a
+            warning says so when they are set). `args.lr_scheduler_type` and warm-up work as usual, and
+            `args.max_grad_norm` holds unless `Config.max_grad_norm` is set.
+        **kwargs: the arguments of `trl.GRPOTrainer`. `optimizers` may hold a `SketchOptimizer`, then without `logra`.
+
+    Raises:
+        ConfigError: a setting that cannot work with sketches; before the model is loaded where it can be known.
+        DataError: see `CheckedGRPOTrainer`.
+
+    Example:
+        >>> from logra.rl import GRPOTrainer
+        >>> trainer = GRPOTrainer(model="path", reward_funcs=reward, args=args, train_dataset=dataset)
+        >>> trainer.train()
+    """
+
+    def __init__(self, *args: Any, logra: Config | None = None, **kwargs: Any):
+        given = inspect.signature(trl.GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments
+        arguments: trl.GRPOConfig | None = given.get("args")
+        _refuse_arguments(arguments, given, logra)
+        super().__init__(*args, **kwargs)
+        _refuse_accelerator(self)
+        _warn_of_ignored(self.args)
+        self._config = self._resolve(logra or Config())
+        self._window = ProbeWindow()
+        self._mismatch: float | None = None
+
+    def _resolve(self, config: Config) -> Config:
+        """`config` with TRL's gradient clipping where it sets none, and a clock around its trust region."""
+        if config.max_grad_norm is None and self.args.max_grad_norm:
+            config = dataclasses.replace(config, max_grad_norm=self.args.max_grad_norm)
+        if config.trust is not None:
+            config = dataclasses.replace(config, trust=TimedTrust(config.trust))
+        return config
+
+    # --- the optimizer ---
+
+    @property
+    def sketch_optimizer(self) -> SketchOptimizer:
+        """The optimizer, without the wrapper that accelerate puts around it. It exists once training has begun."""
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        if not isinstance(optimizer, SketchOptimizer):
+            raise ConfigError("the optimizer is built when train() starts; create_optimizer() builds it earlier")
+        return optimizer
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Build the sketch optimizer on the model (once)."""
+        if self.optimizer is None:
+            self.optimizer = SketchOptimizer(self.model if model is None else model, self._config)
+        return self.optimizer
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor | None:
+        return None
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Tensor | None:
+        # None keeps transformers from logging the norm of the few `.grad`s; `_add_step_totals` logs the real one.
+        return None
+
+    # --- the step ---
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """TRL's loss; remembers the micro-batch for the probe."""
+        if self.model.training:
+            self._window.add(inputs)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def _on_pre_optimizer_step(self) -> None:
+        trust = self.sketch_optimizer.config.trust
+        if trust is None:
+            return
+        if isinstance(trust, TimedTrust):
+            trust.reset()
+        self._mismatch = self._window.mismatch(self._mismatch)
+        tensors = self._window.tensors()
+        # Without advantage (or without a token that counts) the gradient is zero and the step is skipped before
+        # anything is priced. A KL or entropy term in the loss makes a gradient of its own.
+        has_gradient = self._window.has_advantage() or self.beta != 0 or self._entropy_bonus_enabled
+        if has_gradient and tensors["loss_mask"].any():
+            self.sketch_optimizer.set_probe(
+                **tensors, temperature=self.temperature, mismatch=self._mismatch or 0.0
+            )
+
+    def _on_optimizer_step(self) -> None:
+        optimizer = self.sketch_optimizer
+        metrics = optimizer_metrics(optimizer.diagnostics())
+        metrics.pop("optim/skipped", None)  # a count, not to be averaged: see _add_step_totals
+        if isinstance(optimizer.config.trust, TimedTrust):
+            metrics["time/probe_s"] = optimizer.config.trust.seconds
+        metrics["sync/bytes"] = float(optimizer.last_update.num_bytes if optimizer.last_update else 0)
+        self._record(metrics)
+
+    def _on_step_end(self) -> None:
+        super()._on_step_end()
+        self._window.clear()
+
+    def _add_step_totals(self, logs: dict[str, float]) -> None:
+        super()._add_step_totals(logs)
+        optimizer = self.sketch_optimizer
+        logs["optim/skipped"] = float(optimizer.num_skipped)
+        logs["sync/version"] = float(optimizer.version)
+        if "grad_norm" in optimizer.diagnostics():
+            logs["grad_norm"] = optimizer.diagnostics()["grad_norm"]
+
+
+def _refuse_arguments(args: trl.GRPOConfig | None, given: dict[str, Any], logra: Config | None) -> None:
+    """Refuse what can be known before the model is loaded."""
+    if given.get("peft_config") is not None or hasattr(given.get("model"), "peft_config"):
+        raise ConfigError(
+            "peft_config: logra trains the full weights and cannot be combined with an adapter. Remove peft_config, or "
+            "use trl.GRPOTrainer for LoRA."
+        )
+    optimizer = (given.get("optimizers") or (None, None))[0]
+    if optimizer is not None and not isinstance(optimizer, SketchOptimizer):
+        raise ConfigError(
+            f"optimizers holds a {type(optimizer).__name__}: leave it out, or give a logra.SketchOptimizer"
+        )
+    if optimizer is not None and logra is not None:
+        raise ConfigError("give either optimizers=(SketchOptimizer, scheduler) or logra=Config(...), not both")
+    environment = functools.partial(_environment_flag)
+    if (args is not None and args.deepspeed) or environment("ACCELERATE_USE_DEEPSPEED"):
+        raise ConfigError(
+            "deepspeed: ZeRO flattens the weights, so that their gradients cannot be sketched. Use FSDP2 or DDP."
+        )
+    if args is not None and args.fp16:
+        raise ConfigError(
+            "fp16=True: the gradient scaler needs `.grad`, which a sketched weight does not have. "
+            "Use bf16=True, or fp32."
+        )
+    if args is not None and args.torch_compile:
+        raise ConfigError("torch_compile=True: sketches are captured in eager mode. Set torch_compile=False.")
+
+
+def _environment_flag(name: str) -> bool:
+    return os.environ.get(name, "false").lower() in ("1", "true", "yes", "on")
+
+
+def _refuse_accelerator(trainer: CheckedGRPOTrainer) -> None:
+    """Refuse what only accelerate knows: its launcher can switch these on without a TRL argument."""
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and getattr(plugin, "fsdp_version", 1) != 2:
+        raise ConfigError("fsdp: FSDP1 flattens the weights, so that their gradients cannot be sketched. Use FSDP2.")
+    if getattr(trainer.accelerator, "scaler", None) is not None:
+        raise ConfigError("mixed_precision='fp16': the gradient scaler needs `.grad`. Use bf16, or fp32.")
+
+
+def _warn_of_ignored(args: trl.GRPOConfig) -> None:
+    """Warn once when arguments of TRL's optimizer were set, since `Config` has its own."""
+    replaced_by = {"learning_rate": "Config.lr", "optim": "Config.direction", "weight_decay": "Config.weight_decay"}
+    defaults = {field.name: field.default for field in dataclasses.fields(trl.GRPOConfig)}
+    ignored = [f"{name}={getattr(args, name)!r} (use {new})" for name, new in replaced_by.items()
+               if getattr(args, name) != defaults[name]]  # fmt: skip
+    if ignored:
+        warnings.warn(
+            f"logra.rl.GRPOTrainer does not use TRL's {', '.join(ignored)}: the sketch optimizer has settings of its own",
+            UserWarning,
+            stacklevel=3,
+        )

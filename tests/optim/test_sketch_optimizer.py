@@ -1,0 +1,407 @@
+"""The contract of SketchOptimizer, run over every sketch, direction and momentum."""
+
+import copy
+import io
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import logra
+from logra.errors import CaptureError, ConfigError
+from logra.sketch import reference
+
+TARGETS = ("q_proj", "k_proj", "o_proj")
+CONFIGS = {
+    "default": {},
+    "two_sided-factored": {"direction": "factored"},
+    "two_sided-row_adam": {"direction": "row_adam", "momentum": 0.0},
+    "two_sided-scaled": {"input_scaling": True, "momentum": 0.0},
+    "two_sided-held": {"refresh_every": 3},
+    "paper": {"sketch": "one_sided", "direction": "row_adam", "restore_norm": True, "momentum": 0.0},
+    "one_sided-out": {"sketch": "one_sided", "side": "out", "direction": "row_adam", "momentum": 0.0},
+    "one_sided-auto-scaled": {
+        "sketch": "one_sided", "side": "auto", "direction": "row_adam", "momentum": 0.5, "refresh_every": 3,
+        "input_scaling": True,
+    },
+    "one_sided-spectral": {"sketch": "one_sided", "direction": "spectral", "momentum": 0.9, "refresh_every": 3},
+    "eight-bits": {"factor_bits": 8},
+    "decay": {"weight_decay": 0.5},
+}  # fmt: skip
+
+
+def build(model, lr=0.02, rank=8, **settings):
+    return logra.SketchOptimizer(model, lr=lr, rank=rank, target_modules=TARGETS, seed=11, **settings)
+
+
+def loss_of(model, ids, weight=1.0):
+    logits = model(ids).float()
+    return weight * F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def train(model, opt, ids, steps=1):
+    losses = []
+    for _ in range(steps):
+        loss = loss_of(model, ids)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def weights(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.fixture(params=CONFIGS, ids=str)
+def settings(request):
+    return CONFIGS[request.param]
+
+
+def test_the_loss_falls(tiny_lm, token_ids, settings):
+    losses = train(tiny_lm, build(tiny_lm, **settings), token_ids, steps=25)
+    # A step of 2 % of the weights, 25 times: every direction gains far more than this; a wrong sign loses.
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_what_is_merged_is_exactly_the_update(tiny_lm, token_ids, settings):
+    opt = build(tiny_lm, **settings)
+    for _ in range(4):
+        before = weights(tiny_lm)
+        train(tiny_lm, opt, token_ids)
+        after = weights(tiny_lm)
+        assert opt.last_update is not None
+        assert set(opt.last_update.weights) == {target.fqn for target in opt.targets}
+        for fqn, update in opt.last_update.weights.items():
+            decayed = before[fqn] * update.decay
+            assert torch.equal(after[fqn], decayed - update.dense())
+            assert update.dense().abs().sum() > 0
+        for name in before.keys() - opt.last_update.weights.keys():
+            assert torch.equal(before[name], after[name])
+    assert all(target.parameter.grad is None for target in opt.targets)
+
+
+def test_the_step_is_lr_relative_to_the_weights(tiny_lm, token_ids, settings):
+    opt = build(tiny_lm, **{**settings, "factor_bits": 8})
+    norm = torch.stack([target.weight.norm() for target in opt.targets]).norm()
+    train(tiny_lm, opt, token_ids)
+    assert opt.last_update is not None
+    change = torch.stack([update.dense().norm() for update in opt.last_update.weights.values()]).norm()
+    # Stochastic rounding to 8 bits adds noise of about 1/127 per factor element.
+    assert (change / norm).item() == pytest.approx(0.02, rel=0.02)
+    assert opt.diagnostics()["update_ratio"] == pytest.approx((change / norm).item(), rel=1e-4)
+
+
+def test_versions_count_and_projections_change(tiny_lm, token_ids):
+    opt = build(tiny_lm, refresh_every=2)
+    indices = []
+    for step in range(4):
+        train(tiny_lm, opt, token_ids)
+        assert opt.last_update is not None
+        assert (opt.last_update.base_version, opt.last_update.version) == (step, step + 1)
+        indices.append(opt.last_update.update_index)
+    assert indices == [0, 0, 1, 1]
+
+
+def test_micro_batches_equal_one_batch(make_lm, token_ids, settings):
+    """Fails if step() reads only the last micro-batch, or if projections change between them."""
+    whole, parts = make_lm(), make_lm()
+    opt_whole, opt_parts = build(whole, **settings), build(parts, **settings)
+    (0.5 * loss_of(whole, token_ids[:2]) + 0.5 * loss_of(whole, token_ids[2:])).backward()
+    loss_of(parts, token_ids[:2], 0.5).backward()
+    loss_of(parts, token_ids[2:], 0.5).backward()
+    for fqn, sketch in opt_whole._capture.sketches().items():
+        other = opt_parts._capture.sketches()[fqn]
+        for a, b in zip(sketch.tensors(), other.tensors(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=2e-6 * a.abs().max().item())
+
+
+def test_gradient_norm_of_two_sided_is_that_of_the_recovered_gradient(tiny_lm, token_ids):
+    dense = copy.deepcopy(tiny_lm).double()
+    loss_of(dense, token_ids).backward()
+    opt = build(tiny_lm)
+    loss_of(tiny_lm, token_ids).backward()
+    squares = 0.0
+    for target in opt.targets:
+        a = opt._capture.shared_input(target.fqn).signs().matrix(8, target.in_features)
+        b = opt._capture.out_signs(target.fqn).matrix(16, target.out_features)
+        grad = dense.get_parameter(target.fqn).grad
+        recovered = reference.recover(reference.sketch_in(grad, a), reference.sketch_out(grad, b), b)
+        squares += recovered.square().sum().item()
+    norm = opt.clip_grad_norm_(1e9)
+    assert norm.item() == pytest.approx(squares**0.5, rel=1e-3)
+    opt.step()
+    assert opt.diagnostics()["grad_norm"] == norm.item()
+
+
+@pytest.mark.parametrize("side", ["in", "out"])
+def test_gradient_norm_of_one_sided_is_that_of_its_unbiased_estimate(tiny_lm, token_ids, side):
+    dense = copy.deepcopy(tiny_lm).double()
+    loss_of(dense, token_ids).backward()
+    opt = build(tiny_lm, sketch="one_sided", side=side, direction="row_adam", momentum=0.0)
+    loss_of(tiny_lm, token_ids).backward()
+    squares = 0.0
+    for target in opt.targets:
+        grad = dense.get_parameter(target.fqn).grad
+        if side == "in":
+            a = opt._capture.shared_input(target.fqn).signs().matrix(8, target.in_features).double()
+            squares += (grad @ a.T @ a / 8).square().sum().item()
+        else:
+            b = opt._capture.out_signs(target.fqn).matrix(8, target.out_features).double()
+            squares += (b @ b.T @ grad / 8).square().sum().item()
+    assert opt.clip_grad_norm_(1e9).item() == pytest.approx(squares**0.5, rel=1e-4)
+
+
+def test_clipping_limits_what_enters_the_moments(make_lm, token_ids):
+    states = []
+    for max_norm in (None, 0.01):
+        model = make_lm()
+        opt = build(model, direction="row_adam", momentum=0.0)
+        loss_of(model, token_ids).backward()
+        if max_norm is not None:
+            norm = opt.clip_grad_norm_(max_norm).item()
+        opt.step()
+        states.append(opt.state[opt.targets[0].parameter]["exp_avg_sq_row"])
+    torch.testing.assert_close(states[1], states[0] * (0.01 / norm) ** 2, rtol=1e-4, atol=0)
+
+
+def test_max_grad_norm_setting_is_the_method(make_lm, token_ids):
+    a, b = make_lm(), make_lm()
+    train(a, build(a, max_grad_norm=0.01), token_ids, steps=2)
+    opt = build(b)
+    for _ in range(2):
+        loss_of(b, token_ids).backward()
+        opt.clip_grad_norm_(0.01)
+        opt.step()
+    assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_non_finite_sketch_skips_the_step_and_names_the_layer(tiny_lm, token_ids, settings, value, caplog):
+    opt = build(tiny_lm, **settings)
+    train(tiny_lm, opt, token_ids)
+    before, state = weights(tiny_lm), copy.deepcopy(opt.state_dict())
+    loss_of(tiny_lm, token_ids).backward()
+    opt._capture.sketches()["layers.1.k_proj.weight"].tensors()[0][0, 0] = value
+    with caplog.at_level(logging.WARNING):
+        opt.step()
+    assert "layers.1.k_proj.weight" in caplog.text
+    assert "layers.0" not in caplog.text
+    assert (opt.last_skip, opt.last_update, opt.num_skipped, opt.version) == ("non_finite_gradient", None, 1, 1)
+    assert_unchanged(tiny_lm, opt, before, state)
+    # The poisoned sketch is gone: the next step is a normal one.
+    train(tiny_lm, opt, token_ids)
+    assert opt.version == 2
+
+
+def test_a_zero_gradient_is_a_counted_no_op(tiny_lm, token_ids, settings):
+    """Neither decay nor momentum moves a weight when all advantages are zero."""
+    opt = build(tiny_lm, **settings)
+    train(tiny_lm, opt, token_ids)
+    before, state = weights(tiny_lm), copy.deepcopy(opt.state_dict())
+    loss_of(tiny_lm, token_ids, weight=0.0).backward()
+    opt.step()
+    assert (opt.last_skip, opt.num_skipped, opt.version) == ("zero_gradient", 1, 1)
+    assert_unchanged(tiny_lm, opt, before, state)
+
+
+def assert_unchanged(model, opt, before, state):
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+    for old, new in zip(state["state"].values(), opt.state_dict()["state"].values(), strict=True):
+        assert old.keys() == new.keys()
+        for name in old:
+            assert torch.equal(torch.as_tensor(old[name]), torch.as_tensor(new[name]))
+
+
+def test_a_target_that_did_not_run_is_left_alone(tiny_lm, token_ids):
+    opt = build(tiny_lm, weight_decay=0.1)
+    before = weights(tiny_lm)
+    x = tiny_lm.layers[1](tiny_lm.embed(token_ids))
+    tiny_lm.lm_head(x).square().mean().backward()
+    opt.step()
+    assert opt.last_update is not None
+    assert all(fqn.startswith("layers.1") for fqn in opt.last_update.weights)
+    assert torch.equal(before["layers.0.q_proj.weight"], tiny_lm.layers[0].q_proj.weight)
+
+
+def test_state_dict_resumes_bit_exactly_through_a_safe_load(make_lm, token_ids, settings):
+    model = make_lm()
+    opt = build(model, **settings)
+    train(model, opt, token_ids, steps=4)
+    buffer = io.BytesIO()
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    other = make_lm(seed=5)
+    resumed = build(other, **settings)
+    other.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["opt"])
+    train(model, opt, token_ids, steps=4)
+    train(other, resumed, token_ids, steps=4)
+    assert resumed.version == opt.version == 8
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_state_stays_fp32_for_bf16_parameters(make_lm, token_ids):
+    model = make_lm().bfloat16()
+    opt = build(model, weight_storage="split32", direction="factored")
+    train(model, opt, token_ids, steps=2)
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    state = opt.state[opt.targets[0].parameter]
+    assert state["momentum_out"].dtype == state["exp_avg_sq_row"].dtype == torch.float32
+    assert state["lo"].dtype == torch.int16
+    train(model, opt, token_ids)
+
+
+def test_split32_accumulates_steps_that_bf16_alone_would_lose(make_lm, token_ids):
+    model = make_lm().bfloat16()
+    opt = build(model, weight_storage="split32", lr=1e-5)
+    before = weights(model)
+    train(model, opt, token_ids, steps=10)
+    moved = [(target.weight != before[target.fqn]).float().mean().item() for target in opt.targets]
+    low = [opt.state[target.parameter]["lo"].ne(0).float().mean().item() for target in opt.targets]
+    assert max(moved) < 0.2  # bf16 resolves 4e-3: most elements did not move yet
+    assert min(low) > 0.9  # but the low plane holds what they have gained
+
+
+def test_another_optimizers_state_is_refused(make_lm):
+    a, b = make_lm(), make_lm()
+    opt = build(a)
+    other = logra.SketchOptimizer(b, target_modules=("q_proj",))
+    with pytest.raises(ConfigError, match="other parameters"):
+        other.load_state_dict(opt.state_dict())
+
+
+def test_schedulers_change_the_relative_step(tiny_lm, token_ids):
+    opt = build(tiny_lm, factor_bits=8)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.5**step)
+    ratios = []
+    for _ in range(3):
+        train(tiny_lm, opt, token_ids)
+        scheduler.step()
+        ratios.append(opt.diagnostics()["update_ratio"])
+    assert ratios == pytest.approx([0.02, 0.01, 0.005], rel=0.02)
+
+
+def test_a_zero_learning_rate_moves_nothing(tiny_lm, token_ids):
+    """The first step of a warm-up: not an error, and not a division by zero."""
+    opt = build(tiny_lm)
+    opt.param_groups[0]["lr"] = 0.0
+    before = weights(tiny_lm)
+    train(tiny_lm, opt, token_ids)
+    assert all(torch.equal(before[name], parameter) for name, parameter in tiny_lm.named_parameters())
+
+
+def test_closure(tiny_lm, token_ids):
+    opt = build(tiny_lm)
+
+    def closure():
+        loss = loss_of(tiny_lm, token_ids)
+        loss.backward()
+        return loss.item()
+
+    assert opt.step(closure) == pytest.approx(loss_of(tiny_lm, token_ids).item(), abs=0.5)
+    assert opt.version == 1
+
+
+def test_non_targets_train_with_adamw_and_travel_with_the_update(tiny_lm, token_ids):
+    reference_model = copy.deepcopy(tiny_lm)
+    opt = build(tiny_lm, non_target="adamw", non_target_lr=1e-3)
+    before = weights(tiny_lm)
+    train(tiny_lm, opt, token_ids)
+    others = [reference_model.embed.weight, reference_model.lm_head.weight]
+    adamw = torch.optim.AdamW(others, lr=1e-3, weight_decay=0.0)
+    loss_of(reference_model, token_ids).backward()
+    adamw.step()
+    assert opt.last_update is not None
+    assert set(opt.last_update.tensors) == {"embed.weight", "lm_head.weight"}
+    assert not torch.equal(tiny_lm.embed.weight, before["embed.weight"])
+    # Adam's first step is the sign of the gradient: equal up to rounding where the gradient is not nearly zero.
+    changed = (tiny_lm.lm_head.weight - reference_model.lm_head.weight).abs() > 1e-5
+    assert changed.float().mean() < 0.01
+    assert torch.equal(opt.last_update.tensors["embed.weight"], tiny_lm.embed.weight)
+
+
+def test_freeze_trains_nothing_but_targets(tiny_lm, token_ids):
+    opt = build(tiny_lm)
+    assert not tiny_lm.embed.weight.requires_grad
+    counts = opt.num_parameters()
+    total = sum(parameter.numel() for parameter in tiny_lm.parameters())
+    assert counts == {"sketched": total - 2 * 23 * 40, "dense": 0, "frozen": 2 * 23 * 40}
+
+
+def test_step_without_backward_says_so(tiny_lm, token_ids):
+    opt = build(tiny_lm)
+    with pytest.raises(CaptureError, match=r"call loss.backward\(\)"):
+        opt.step()
+    loss_of(tiny_lm, token_ids).backward()
+    opt.zero_grad()
+    with pytest.raises(CaptureError, match="no gradient was captured"):
+        opt.step()
+
+
+def test_a_weight_used_past_its_module_is_an_error(tiny_lm, token_ids):
+    """Its gradient would otherwise be lost in silence."""
+    opt = build(tiny_lm)
+    (loss_of(tiny_lm, token_ids) + tiny_lm.layers[0].q_proj.weight.square().sum()).backward()
+    with pytest.raises(CaptureError, match=r"layers.0.q_proj.weight.*dense gradient"):
+        opt.step()
+
+
+def test_add_param_group_is_refused(tiny_lm):
+    with pytest.raises(ConfigError, match="add_param_group"):
+        build(tiny_lm).add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"lr": 0.0}, "lr=0.0"),
+        ({"lr": float("nan")}, "lr=nan"),
+        ({"rank": 0}, "rank=0"),
+        ({"rank": 1025}, "1 to 1024"),
+        ({"rank": 4.0}, "rank=4.0"),
+        ({"sketch": "three_sided"}, "'one_sided', 'two_sided'"),
+        ({"direction": "adam"}, "direction='adam'"),
+        ({"momentum": 1.0}, "momentum=1.0"),
+        ({"momentum": -0.1}, "momentum=-0.1"),
+        ({"factor_bits": 3}, "factor_bits=3"),
+        ({"refresh_every": 0}, "refresh_every=0"),
+        ({"weight_decay": -1.0}, "weight_decay=-1.0"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm=0.0"),
+        ({"seed": -1}, "seed=-1"),
+        ({"non_target": "sgd"}, "non_target='sgd'"),
+        ({"weight_storage": "fp8"}, "weight_storage='fp8'"),
+        ({"sketch": "one_sided", "direction": "factored", "momentum": 0.0}, "two_sided"),
+        ({"side": "out"}, "side='out'"),
+        ({"restore_norm": True}, "restore_norm"),
+        ({"sketch": "one_sided", "direction": "row_adam"}, "refresh_every"),
+        ({"learning_rate": 1e-3}, "'learning_rate' is not a setting.*rank"),
+    ],
+)
+def test_bad_settings_are_refused_by_name_before_the_model_is_touched(tiny_lm, bad, message):
+    with pytest.raises(ConfigError, match=message):
+        logra.SketchOptimizer(tiny_lm, target_modules=TARGETS, **bad)
+    assert all(parameter.requires_grad for parameter in tiny_lm.parameters())
+    assert "forward" not in tiny_lm.layers[0].q_proj.__dict__
+
+
+def test_dtype_and_storage_must_agree(make_lm):
+    with pytest.raises(ConfigError, match=r"weight_storage='fp32' needs torch.float32.*bfloat16"):
+        build(make_lm().bfloat16())
+    with pytest.raises(ConfigError, match=r"weight_storage='split32' needs torch.bfloat16"):
+        build(make_lm(), weight_storage="split32")
+
+
+def test_paper_settings():
+    config = logra.Config.paper(lr=1e-4)
+    assert (config.sketch, config.direction, config.restore_norm, config.momentum) == (
+        "one_sided",
+        "row_adam",
+        True,
+        0.0,
+    )
+    assert (config.rank, config.lr) == (256, 1e-4)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Block(nn.Module):
@@ -58,3 +59,29 @@ def tiny_lm(make_lm) -> TinyLM:
 def token_ids() -> torch.Tensor:
     """Token ids [4, 11] for the toy model."""
     return torch.randint(0, 23, (4, 11), generator=torch.Generator().manual_seed(1))
+
+
+class RecordShapes(TorchDispatchMode):
+    """Records the shape of every tensor that an operation allocates."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        inputs = {
+            a.untyped_storage().data_ptr()
+            for a in torch.utils._pytree.tree_leaves((args, kwargs))
+            if torch.is_tensor(a)
+        }
+        result = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if torch.is_tensor(tensor) and tensor.untyped_storage().data_ptr() not in inputs:
+                self.shapes.add(tuple(tensor.shape))
+        return result
+
+
+@pytest.fixture
+def record_shapes() -> type[RecordShapes]:
+    """A mode that records the shape of every allocated tensor."""
+    return RecordShapes

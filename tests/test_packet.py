@@ -64,21 +64,21 @@ def raw_bytes(tensor: Tensor) -> bytes:
     return bytes(tensor.contiguous().flatten().view(torch.uint8).tolist()) if tensor.numel() else b""
 
 
-def assert_same(left: PolicyUpdate, right: PolicyUpdate) -> None:
+def assert_same(actual: PolicyUpdate, expected: PolicyUpdate) -> None:
     for name in ("base_version", "version", "seed", "update_index"):
-        assert getattr(left, name) == getattr(right, name)
-    assert left.weights.keys() == right.weights.keys()
-    assert left.tensors.keys() == right.tensors.keys()
-    for name, weight in left.weights.items():
+        assert getattr(actual, name) == getattr(expected, name)
+    assert actual.weights.keys() == expected.weights.keys()
+    assert actual.tensors.keys() == expected.tensors.keys()
+    for name, weight in actual.weights.items():
         for field, value in vars(weight).items():
-            other = vars(right.weights[name])[field]
+            other = vars(expected.weights[name])[field]
             if isinstance(value, Tensor):
                 assert value.dtype == other.dtype
                 assert torch.equal(value, other)
             else:
                 assert value == other
-    for name, tensor in left.tensors.items():
-        other = right.tensors[name]
+    for name, tensor in actual.tensors.items():
+        other = expected.tensors[name]
         assert (tensor.dtype, tensor.shape) == (other.dtype, other.shape)
         assert raw_bytes(tensor) == raw_bytes(other)
 
@@ -194,9 +194,6 @@ def test_views_parameters_and_shared_storage_can_be_sent():
 def test_tensors_that_the_format_cannot_hold_are_refused(tensor):
     with pytest.raises(LograError, match="tensor 'x' is"):
         PolicyUpdate(0, 1, 0, 0, {}, {"x": tensor}).to_bytes()
-
-
-# ---- damage
 
 
 def test_every_truncation_is_refused():

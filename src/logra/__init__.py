@@ -5,9 +5,8 @@
 
 from logra.errors import LograError
 from logra.optim import Config, SketchOptimizer
-try:
-    from logra.trust import TrustRegion
-except ImportError: pass  # TEMP
+
+from logra.trust import TrustRegion
 from logra.update import LowRankUpdate, PolicyUpdate
 
 __version__ = "0.1.0"

@@ -28,6 +28,7 @@ from logra.rounding import MAX_EXPONENT, MIN_EXPONENT, powers_of_two, qmax_of, r
 
 MAX_RANK = 1024
 _BLOCK_ELEMENTS = 2**20  # 4 MiB of fp32: what a merge holds besides the weight
+_MIN_BLOCKS = 4  # also of a small weight, a merge never holds the whole change
 
 
 @dataclass(frozen=True)
@@ -354,14 +355,15 @@ def row_blocks(shape: tuple[int, int], block_rows: int | None = None) -> Iterato
 
     Args:
         shape: (rows, columns).
-        block_rows: rows in a block; None for blocks of at most 4 MiB of fp32 (at least one row).
+        block_rows: rows in a block; None for at least four blocks of at most 4 MiB of fp32 each
+            (at least one row).
 
     Raises:
         LograError: block_rows < 1.
     """
     num_rows, width = shape
     if block_rows is None:
-        block_rows = max(1, _BLOCK_ELEMENTS // max(1, width))
+        block_rows = max(1, min(_BLOCK_ELEMENTS // max(1, width), -(-num_rows // _MIN_BLOCKS)))
     if block_rows < 1:
         raise LograError(f"block_rows is {block_rows}; allowed is at least 1")
     for start in range(0, num_rows, block_rows):

@@ -95,6 +95,15 @@ def test_the_step_is_lr_relative_to_the_weights(tiny_lm, token_ids, settings):
     assert opt.diagnostics()["update_ratio"] == pytest.approx((change / norm).item(), rel=1e-4)
 
 
+def test_no_step_of_the_update_allocates_a_dense_matrix(tiny_lm, token_ids, record_shapes, settings):
+    opt = build(tiny_lm, rank=6, **settings)
+    train(tiny_lm, opt, token_ids)
+    with record_shapes() as record:
+        train(tiny_lm, opt, token_ids, steps=2)
+    shapes = {(target.out_features, target.in_features) for target in opt.targets}
+    assert not (shapes | {shape[::-1] for shape in shapes}) & record.shapes
+
+
 def test_versions_count_and_projections_change(tiny_lm, token_ids):
     opt = build(tiny_lm, refresh_every=2)
     indices = []

@@ -7,7 +7,6 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from logra.errors import CaptureError
@@ -197,37 +196,17 @@ def test_autocast_sketches_are_fp32_and_close_to_the_dense_autocast_gradient(tin
     assert_sketches(capture, targets, dense, rtol=0.03)
 
 
-class RecordShapes(TorchDispatchMode):
-    """Records the shape of every tensor that an operation allocates."""
-
-    def __init__(self):
-        super().__init__()
-        self.shapes = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        inputs = {
-            a.untyped_storage().data_ptr()
-            for a in torch.utils._pytree.tree_leaves((args, kwargs))
-            if torch.is_tensor(a)
-        }
-        result = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(result):
-            if torch.is_tensor(tensor) and tensor.untyped_storage().data_ptr() not in inputs:
-                self.shapes.add(tuple(tensor.shape))
-        return result
-
-
 @pytest.mark.parametrize("two_sided", [True, False])
-def test_no_tensor_of_a_dense_gradients_shape_is_allocated(tiny_lm, token_ids, two_sided):
+def test_no_tensor_of_a_dense_gradients_shape_is_allocated(tiny_lm, token_ids, record_shapes, two_sided):
     capture, targets = attach(tiny_lm, two_sided=two_sided)
-    with RecordShapes() as record:
+    with record_shapes() as record:
         cross_entropy(token_ids)(tiny_lm).backward()
     forbidden = {(t.out_features, t.in_features) for t in targets} | {(t.in_features, t.out_features) for t in targets}
     assert record.shapes, "the mode recorded nothing"
     assert not forbidden & record.shapes
     # The recorder does see a dense gradient where there is one.
     dense = copy.deepcopy(tiny_lm).requires_grad_(True)
-    with RecordShapes() as record:
+    with record_shapes() as record:
         cross_entropy(token_ids)(dense).backward()
     assert forbidden & record.shapes
 

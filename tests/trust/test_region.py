@@ -149,6 +149,7 @@ def test_mismatch_refuses_bad_tensors():
         ("violation_ratio", float("inf")),
         ("max_shrinks", -1),
         ("max_shrinks", True),
+        ("max_shrinks", 21),
         ("method", "exact"),
         ("min_responses", 0),
         ("min_tokens", 0),

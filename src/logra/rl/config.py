@@ -125,7 +125,10 @@ class RunConfig:
         _require(self.warmup_steps >= 0, "run.warmup_steps", self.warmup_steps, "at least 0 steps")
         _require(self.num_logged_samples >= 0, "run.num_logged_samples", self.num_logged_samples, "at least 0")
         _require(
-            self.num_threads is None or self.num_threads >= 1, "run.num_threads", self.num_threads, "at least 1, or null"
+            self.num_threads is None or self.num_threads >= 1,
+            "run.num_threads",
+            self.num_threads,
+            "at least 1, or null",
         )
 
 

@@ -55,8 +55,7 @@ def default_model_path() -> Path:
         ConfigError: a package is missing.
     """
     folder = cache_folder() / MODEL_ID
-    marker = folder / _MARKER
-    if marker.is_file() and marker.read_text() == _FORMAT:
+    if _is_complete(folder):
         return folder
     source = gguf_file()
     if importlib.util.find_spec("gguf") is None:
@@ -72,14 +71,19 @@ def default_model_path() -> Path:
     return folder
 
 
+def _is_complete(folder: Path) -> bool:
+    marker = folder / _MARKER
+    return marker.is_file() and marker.read_text() == _FORMAT
+
+
 def _publish(temporary: Path, folder: Path) -> None:
-    """Rename the finished folder into place; another process may have been faster with the same bytes."""
-    if folder.is_dir() and not (folder / _MARKER).is_file():
+    """Rename the finished folder into place; another process may have been faster with the same files."""
+    if folder.is_dir() and not _is_complete(folder):
         shutil.rmtree(folder)
     try:
         temporary.rename(folder)
     except OSError:
-        if not (folder / _MARKER).is_file():
+        if not _is_complete(folder):
             raise
 
 

@@ -71,6 +71,21 @@ class CheckedGRPOTrainer(trl.GRPOTrainer):
         weighted = self._rewards * self.reward_weights.to(self._rewards.device)
         return weighted.nansum(dim=1).masked_fill(self._rewards.isnan().all(dim=1), float("nan"))
 
+    def spread_samples(self, num_samples: int) -> list[tuple[Any, Any, float]]:
+        """Prompt, completion and reward (NaN where not scored) of a few completions, from as many groups as possible.
+
+        Args:
+            num_samples: how many; fewer if the last generation batch was smaller.
+        """
+        totals = self._reward_totals().tolist()
+        prompts, completions = (
+            list(self._logs["prompt"])[-len(totals) :],
+            list(self._logs["completion"])[-len(totals) :],
+        )
+        stride = max(len(totals) // max(num_samples, 1), 1)
+        rows = range(0, len(totals), stride)[:num_samples]
+        return [(prompts[row], completions[row], totals[row]) for row in rows]
+
     # --- log-probabilities ---
 
     def _get_per_token_logps_and_entropies(

@@ -39,9 +39,7 @@ def completion_log_probs(
     for start in range(0, len(input_ids), step):
         ids, mask = input_ids[start : start + step], attention_mask[start : start + step]
         # The last position predicts a token beyond the sequence; the one before the completion predicts its first.
-        output = model(
-            input_ids=ids, attention_mask=mask, logits_to_keep=num_completion_tokens + 1, use_cache=False
-        )
+        output = model(input_ids=ids, attention_mask=mask, logits_to_keep=num_completion_tokens + 1, use_cache=False)
         log_p = torch.log_softmax(output.logits[:, :-1].float() / temperature, dim=-1)  # [B, C, V]
         padding = mask[:, -num_completion_tokens:] == 0
         chosen = ids[:, -num_completion_tokens:, None]

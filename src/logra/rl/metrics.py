@@ -18,11 +18,8 @@ DIAGNOSTIC_NAMES = {
     "realised_kl": "trust/realised_kl",
     "alpha": "trust/alpha",
     "kl_budget": "trust/budget",
-    "mismatch": "trust/mismatch",
     "grad_norm": "optim/grad_norm",
     "update_ratio": "optim/update_ratio",
-    "num_skipped": "optim/skipped",
-    "probe_s": "time/probe_s",
 }
 """Keys of `SketchOptimizer.diagnostics()` and the metrics they are logged as."""
 
@@ -36,10 +33,18 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def optimizer_metrics(diagnostics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics in an optimizer's diagnostics, as floats; what is absent or None is left out."""
-    return {
+    """The metrics in an optimizer's diagnostics; what is absent is left out.
+
+    `trust/predicted_kl` is the KL of the proposal before it is scaled, `trust/planned_kl` that of the step as taken:
+    the one to compare with `trust/realised_kl`.
+    """
+    metrics = {
         name: float(diagnostics[key]) for key, name in DIAGNOSTIC_NAMES.items() if diagnostics.get(key) is not None
     }
+    if "trust/alpha" in metrics and "trust/predicted_kl" in metrics:
+        # The prediction is that of the whole proposal; the KL is quadratic in the share of it that was taken.
+        metrics["trust/planned_kl"] = metrics["trust/alpha"] ** 2 * metrics["trust/predicted_kl"]
+    return metrics
 
 
 def reward_metrics(totals: Tensor, signal_free: Tensor, num_generations: int) -> dict[str, float]:

@@ -8,7 +8,6 @@ Refuses: DeepSpeed, FSDP1, fp16 gradient scaling, LoRA, torch.compile and a fore
 """
 
 import dataclasses
-import functools
 import inspect
 import os
 import warnings
@@ -110,16 +109,15 @@ class GRPOTrainer(CheckedGRPOTrainer):
         # anything is priced. A KL or entropy term in the loss makes a gradient of its own.
         has_gradient = self._window.has_advantage() or self.beta != 0 or self._entropy_bonus_enabled
         if has_gradient and tensors["loss_mask"].any():
-            self.sketch_optimizer.set_probe(
-                **tensors, temperature=self.temperature, mismatch=self._mismatch or 0.0
-            )
+            self.sketch_optimizer.set_probe(**tensors, temperature=self.temperature, mismatch=self._mismatch or 0.0)
 
     def _on_optimizer_step(self) -> None:
         optimizer = self.sketch_optimizer
         metrics = optimizer_metrics(optimizer.diagnostics())
-        metrics.pop("optim/skipped", None)  # a count, not to be averaged: see _add_step_totals
         if isinstance(optimizer.config.trust, TimedTrust):
             metrics["time/probe_s"] = optimizer.config.trust.seconds
+        if self._mismatch is not None:
+            metrics["trust/mismatch"] = self._mismatch
         metrics["sync/bytes"] = float(optimizer.last_update.num_bytes if optimizer.last_update else 0)
         self._record(metrics)
 
@@ -150,8 +148,8 @@ def _refuse_arguments(args: trl.GRPOConfig | None, given: dict[str, Any], logra:
         )
     if optimizer is not None and logra is not None:
         raise ConfigError("give either optimizers=(SketchOptimizer, scheduler) or logra=Config(...), not both")
-    environment = functools.partial(_environment_flag)
-    if (args is not None and args.deepspeed) or environment("ACCELERATE_USE_DEEPSPEED"):
+    launched_with = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower()
+    if (args is not None and args.deepspeed) or launched_with in ("1", "true", "yes"):
         raise ConfigError(
             "deepspeed: ZeRO flattens the weights, so that their gradients cannot be sketched. Use FSDP2 or DDP."
         )
@@ -162,10 +160,6 @@ def _refuse_arguments(args: trl.GRPOConfig | None, given: dict[str, Any], logra:
         )
     if args is not None and args.torch_compile:
         raise ConfigError("torch_compile=True: sketches are captured in eager mode. Set torch_compile=False.")
-
-
-def _environment_flag(name: str) -> bool:
-    return os.environ.get(name, "false").lower() in ("1", "true", "yes", "on")
 
 
 def _refuse_accelerator(trainer: CheckedGRPOTrainer) -> None:

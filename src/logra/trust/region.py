@@ -55,7 +55,7 @@ class TrustRegion:
     violation_ratio: float = 1.5
     """Realised KL over budget that still passes, >= 1."""
     max_shrinks: int = 3
-    """With `on_violation="shrink"`: shorten at most this often, then reject, >= 0."""
+    """With `on_violation="shrink"`: shorten at most this often, then reject, 0 to 20."""
     method: Literal["tangent", "difference"] = "tangent"
     """How the KL is predicted: a forward tangent, or the difference of two forwards at 1/128 of the step (for models
     that have an operation without a forward derivative)."""
@@ -87,6 +87,8 @@ class TrustRegion:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name}={value!r}: an integer >= {least} is allowed.")
+        if self.max_shrinks > 20:
+            raise ConfigError(f"max_shrinks={self.max_shrinks!r}: an integer from 0 to 20 is allowed.")
         if not isinstance(self.mismatch_correction, bool):
             raise ConfigError(f"mismatch_correction={self.mismatch_correction!r}: True or False is allowed.")
         for name, allowed in (("on_violation", ("warn", "shrink", "reject")), ("method", ("tangent", "difference"))):

@@ -1,11 +1,11 @@
 """A task from a Python file of the user's: a reward function, and prompts from the file or from a dataset on disk.
 
-    # my_task.py
-    def dataset():                                   # or --dataset prompts.jsonl / prompts.parquet
-        return [{"prompt": "2 + 3 =", "answer": "5"}, ...]
+# my_task.py
+def dataset():                                   # or --dataset prompts.jsonl / prompts.parquet
+    return [{"prompt": "2 + 3 =", "answer": "5"}, ...]
 
-    def reward(completions, answer, **kwargs):       # TRL's convention: one value per completion, columns as lists
-        return [float(a in c) for c, a in zip(completions, answer)]
+def reward(completions, answer, **kwargs):       # TRL's convention: one value per completion, columns as lists
+    return [float(a in c) for c, a in zip(completions, answer)]
 """
 
 import importlib.util

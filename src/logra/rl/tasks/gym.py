@@ -77,9 +77,7 @@ def load(
     # Entry i is drawn from seed + i, so neighbouring seeds would share nearly all problems.
     first_seed = (seed * 1_000_003) % 2**31
     try:
-        dataset = reasoning_gym.create_dataset(
-            name, size=max(MIN_DRAWS, 4 * num_wanted), seed=first_seed, **settings
-        )
+        dataset = reasoning_gym.create_dataset(name, size=max(MIN_DRAWS, 4 * num_wanted), seed=first_seed, **settings)
         drawn = islice(distinct(_rows(name, dataset)), num_wanted)
         train, heldout = split_heldout(list(drawn), num_heldout, most=MOST_HELDOUT)
     except (TypeError, AssertionError, ValueError) as error:

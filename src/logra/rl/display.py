@@ -1,0 +1,114 @@
+"""What a run shows while it trains: a table that grows and a progress bar on a terminal, plain lines elsewhere."""
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+GIB = 2**30
+
+
+class Display(Protocol):
+    """Shows the steps of a run. A context manager around the training."""
+
+    def __enter__(self) -> "Display": ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def add_step(self, metrics: Mapping[str, Any]) -> None:
+        """Show one finished step."""
+        ...
+
+    def say(self, text: str) -> None:
+        """Show a line of text."""
+        ...
+
+
+def make_display(num_steps: int, console: Console | None = None) -> Display:
+    """A live table on a terminal, plain lines where the output is piped or logged."""
+    console = console or Console()
+    return LiveDisplay(num_steps, console) if console.is_terminal else PlainDisplay(num_steps, console)
+
+
+def cells(metrics: Mapping[str, Any]) -> dict[str, str]:
+    """The columns of a step. KLs are nats per token, of the step as taken; a method without a prediction has none."""
+
+    def number(name: str, form: str) -> str:
+        value = metrics.get(name)
+        return "-" if value is None else format(value, form)
+
+    seconds = metrics.get("time/rollout_s", 0.0) + metrics.get("time/update_s", 0.0)
+    return {
+        "reward": number("reward/mean", ".3f"),
+        "predicted KL": number("trust/planned_kl", ".4f"),
+        "realised KL": number("trust/realised_kl", ".4f"),
+        "memory": f"{metrics.get('memory/peak_bytes', 0) / GIB:.2f} GiB",
+        "time": f"{seconds:.1f} s",
+    }
+
+
+class PlainDisplay:
+    """One line per step."""
+
+    def __init__(self, num_steps: int, console: Console) -> None:
+        self._num_steps = num_steps
+        self._console = console
+
+    def __enter__(self) -> "PlainDisplay":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def add_step(self, metrics: Mapping[str, Any]) -> None:
+        """Print the step."""
+        width = len(str(self._num_steps))
+        row = "  ".join(f"{name} {value}" for name, value in cells(metrics).items())
+        self.say(f"step {metrics['step']:{width}}/{self._num_steps}  {row}")
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+class LiveDisplay:
+    """A table with one row per step over a progress bar."""
+
+    def __init__(self, num_steps: int, console: Console) -> None:
+        self._table = Table("step", *({"justify": "right", "header": name} and name for name in cells({})))
+        for column in self._table.columns:
+            column.justify = "right"
+        self._progress = Progress(
+            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+            console=console,
+        )  # fmt: skip
+        self._bar = self._progress.add_task("training", total=num_steps)
+        self._live = Live(
+            Group(self._table, self._progress), console=console, refresh_per_second=4, vertical_overflow="visible"
+        )
+
+    def __enter__(self) -> "LiveDisplay":
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.__exit__(kind, error, trace)
+
+    def add_step(self, metrics: Mapping[str, Any]) -> None:
+        """Add a row."""
+        self._table.add_row(str(metrics["step"]), *cells(metrics).values())
+        self._progress.update(self._bar, completed=metrics["step"])
+
+    def say(self, text: str) -> None:
+        """Print a line above the table."""
+        self._live.console.print(text, highlight=False, markup=False)

@@ -1,0 +1,100 @@
+"""Held-out score: the mean reward of greedy completions, generated in batches."""
+
+import asyncio
+import inspect
+import math
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from logra.rl.rewards import check_rewards
+from logra.rl.tasks import Row, Task
+
+BATCH_SIZE = 64
+"""Completions generated at once."""
+
+
+@torch.no_grad()
+def heldout_score(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, *, max_new_tokens: int
+) -> float | None:
+    """Mean reward of one greedy completion per held-out problem; None without held-out problems.
+
+    Args:
+        model: the policy; its training mode is restored.
+        tokenizer: its tokenizer, with a pad token.
+        task: problems and reward.
+        max_new_tokens: longest completion, tokens.
+    """
+    if not task.heldout:
+        return None
+    was_training = model.training
+    model.eval()
+    rewards: list[float] = []
+    for start in range(0, len(task.heldout), BATCH_SIZE):
+        rows = task.heldout[start : start + BATCH_SIZE]
+        ids, completions = generate_greedy(model, tokenizer, rows, max_new_tokens=max_new_tokens)
+        rewards += [value for value in _score(task, rows, ids, completions) if value is not None]
+    model.train(was_training)
+    return math.fsum(rewards) / len(rewards) if rewards else None
+
+
+def _score(task: Task, rows: list[Row], ids: list[list[int]], completions: list[Any]) -> list[float | None]:
+    """Rewards of completions, called as TRL calls a reward function."""
+    columns = {name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"}
+    values = task.reward(
+        prompts=[row["prompt"] for row in rows],
+        completions=completions,
+        completion_ids=ids,
+        trainer_state=None,
+        log_extra=lambda *_: None,
+        log_metric=lambda *_: None,
+        **columns,
+    )
+    if inspect.isawaitable(values):
+        values = asyncio.run(_wait_for(values))
+    return check_rewards(values, name=getattr(task.reward, "__name__", "reward"), num_completions=len(rows))
+
+
+async def _wait_for(values: Any) -> Any:
+    return await values
+
+
+def generate_greedy(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: list[Row], *, max_new_tokens: int
+) -> tuple[list[list[int]], list[Any]]:
+    """Greedy completions of a batch.
+
+    Returns:
+        Token ids up to and without the end-of-sequence token, and TRL's form of the completions: text for a text
+        prompt, one assistant message for a conversation.
+    """
+    encoded = [_encode(tokenizer, row["prompt"]) for row in rows]
+    width = max(len(ids) for ids in encoded)
+    pad = tokenizer.pad_token_id
+    input_ids = torch.tensor([[pad] * (width - len(ids)) + ids for ids in encoded], device=model.device)
+    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in encoded], device=model.device)
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        pad_token_id=pad,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    output = model.generate(input_ids=input_ids, attention_mask=mask, generation_config=config)
+    ids = [_until(row, tokenizer.eos_token_id) for row in output[:, width:].tolist()]
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return ids, [
+        text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}]
+        for row, text in zip(rows, texts, strict=True)
+    ]
+
+
+def _until(ids: list[int], end: int | None) -> list[int]:
+    return ids[: ids.index(end)] if end in ids else ids
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, prompt: Any) -> list[int]:
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]

@@ -1,0 +1,152 @@
+"""From a configuration to a model, a tokenizer and the trainer of a method.
+
+All methods get the same TRL settings: prompts in the same order, one rollout of all completions per step, the same loss
+over the same micro-batches. They differ in the trainer's optimizer, its learning rate, and in LoRA's adapters.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from trl import GRPOConfig
+
+from logra.errors import ConfigError
+from logra.rl.config import TrainConfig
+from logra.rl.default_model import MODEL_ID, default_model_path
+from logra.rl.grpo import CheckedGRPOTrainer
+from logra.rl.tasks import Task
+from logra.rl.trainer import GRPOTrainer
+
+
+def model_location(model: str) -> str:
+    """Folder or hub id to load from; the default model is converted on first use.
+
+    Raises:
+        ConfigError: `model` looks like a path, and there is no such folder.
+    """
+    if model.lower() == MODEL_ID:
+        return str(default_model_path())
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return str(path)
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+        raise ConfigError(
+            f"model={model!r}: neither {MODEL_ID}, nor an existing folder, nor a hub id of the form owner/name"
+        )
+    return model
+
+
+def load_model(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load model and tokenizer.
+
+    Raises:
+        ConfigError: they cannot be loaded, or the tokenizer has no chat template although one is needed.
+    """
+    location = model_location(config.model)
+    dtype = torch.bfloat16 if config.logra.weight_storage == "split32" else torch.float32
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(location, padding_side="left")
+        model = AutoModelForCausalLM.from_pretrained(location, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model={config.model!r} cannot be loaded: {error}") from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model, tokenizer
+
+
+def build_trainer(
+    config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task
+) -> CheckedGRPOTrainer:
+    """The trainer of the method, ready to train."""
+    common: dict[str, Any] = {
+        "model": model,
+        "processing_class": tokenizer,
+        "reward_funcs": task.reward,
+        "args": trl_arguments(config),
+        "train_dataset": Dataset.from_list(task.train),
+    }
+    if config.method in ("logra", "paper"):
+        trainer: CheckedGRPOTrainer = GRPOTrainer(logra=config.optimizer_config, **common)
+        trainer.create_optimizer()
+        return trainer
+    if config.method == "lora":
+        from peft import LoraConfig
+
+        adapter = LoraConfig(
+            r=config.lora.rank,
+            lora_alpha=config.lora.alpha,  # type: ignore[arg-type]
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        )
+        return CheckedGRPOTrainer(peft_config=adapter, **common)
+    return CheckedGRPOTrainer(**common)
+
+
+def trl_arguments(config: TrainConfig) -> GRPOConfig:
+    """TRL's settings of a run."""
+    accumulation = config.rollout.num_completions // config.loss.micro_batch_size
+    return GRPOConfig(
+        output_dir=config.output_dir,
+        max_steps=config.run.num_steps,
+        per_device_train_batch_size=config.loss.micro_batch_size,
+        gradient_accumulation_steps=accumulation,
+        num_generations=config.rollout.num_samples,
+        max_completion_length=config.rollout.max_new_tokens,
+        temperature=config.rollout.temperature,
+        loss_type=config.loss.loss_type,
+        scale_rewards=config.loss.scale_rewards,
+        epsilon=config.loss.epsilon,
+        beta=config.loss.beta,
+        lr_scheduler_type=config.run.lr_schedule if config.run.warmup_steps == 0 else _with_warmup(config),
+        warmup_steps=config.run.warmup_steps,
+        bf16=config.run.precision == "bf16",
+        use_cpu=config.run.device == "cpu" or not torch.accelerator.is_available(),
+        dataloader_pin_memory=False,
+        activation_checkpointing=False,
+        seed=config.run.seed,
+        report_to=list(config.run.report_to),
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+        **_optimizer_arguments(config),
+    )
+
+
+def _with_warmup(config: TrainConfig) -> str:
+    schedule = config.run.lr_schedule
+    return "constant_with_warmup" if schedule == "constant" else schedule
+
+
+def _optimizer_arguments(config: TrainConfig) -> dict[str, Any]:
+    """Learning rate and clipping of TRL's optimizer; a sketch optimizer has its own in `logra.Config`."""
+    if config.method == "adamw":
+        adamw = config.adamw
+        return {
+            "learning_rate": adamw.lr,
+            "weight_decay": adamw.weight_decay,
+            "max_grad_norm": adamw.max_grad_norm,
+        }
+    if config.method == "lora":
+        return {"learning_rate": config.lora.lr, "max_grad_norm": config.lora.max_grad_norm}
+    return {"max_grad_norm": 0.0}
+
+
+def count_parameters(trainer: CheckedGRPOTrainer) -> dict[str, int]:
+    """Numbers of parameters that are sketched, trained densely and frozen."""
+    if isinstance(trainer, GRPOTrainer):
+        return trainer.sketch_optimizer.num_parameters()
+    model: Any = trainer.model
+    total = sum(parameter.numel() for parameter in model.parameters())
+    dense = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return {"sketched": 0, "dense": dense, "frozen": total - dense}
+
+
+def save_trained(trainer: CheckedGRPOTrainer, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save the policy as a plain Hugging Face folder; LoRA adapters are merged into the weights."""
+    model: Any = trainer.accelerator.unwrap_model(trainer.model)
+    if hasattr(model, "merge_and_unload"):
+        model = model.merge_and_unload()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

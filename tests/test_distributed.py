@@ -1,4 +1,7 @@
-"""Two processes on half the data each: the same sketches as one process on all of it, the same bits on both."""
+"""Two processes on half the data each: the same sketches as one process on all of it, the same bits on both.
+
+Each process prices the step on its own probe; without the mean over processes they would scale it differently.
+"""
 
 import os
 import socket
@@ -22,7 +25,9 @@ def model_and_ids():
 
 
 def run_steps(model, ids, poison_step=None):
-    opt = logra.SketchOptimizer(model, lr=0.02, rank=6, target_modules="all-linear", momentum=0.5)
+    opt = logra.SketchOptimizer(
+        model, lr=0.02, rank=6, target_modules="all-linear", momentum=0.5, trust=logra.TrustRegion(kl_budget=1e-4)
+    )
     skips, first = [], None
     for step in range(3):
         F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
@@ -30,6 +35,11 @@ def run_steps(model, ids, poison_step=None):
             first = [tensor.clone() for sketch in opt._capture.sketches().values() for tensor in sketch.tensors()]
         if step == poison_step:
             opt._capture.sketches()["1.weight"].on_in.fill_(float("nan"))
+        opt.set_probe(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            loss_mask=torch.ones_like(ids).index_fill(1, torch.tensor(0), 0),
+        )
         opt.step()
         skips.append(opt.last_skip)
     return [parameter.detach() for parameter in model.parameters()], first, skips

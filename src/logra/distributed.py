@@ -27,10 +27,11 @@ def average_(tensors: Sequence[Tensor]) -> None:
         tensor.copy_(part.view_as(tensor))
 
 
-def maximum(values: Tensor) -> Tensor:
-    """Element-wise maximum over processes of a small tensor, a new tensor."""
+def mean(value: float) -> float:
+    """Mean of a number over processes; NaN on all of them if it is NaN on one."""
     if num_processes() == 1:
-        return values
-    values = values.clone()
-    dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return values
+        return value
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    total = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return total.item() / num_processes()

@@ -8,13 +8,14 @@ function of the step number, and the current rollout/trainer mismatch is an argu
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from logra import distributed
 from logra.contracts import Delta, TrustDecision, TrustVerdict
 from logra.errors import ConfigError, NonFiniteProbeError, ProbeError
 from logra.trust.measure import difference_kl, predicted_kl, realised_kl
@@ -174,9 +175,9 @@ class TrustRegion:
         """
         if not deltas:
             raise ProbeError("deltas is empty: there is no update to price.")
-        budget = self.budget_at(step, mismatch)
+        budget = self.budget_at(step, distributed.mean(mismatch))
         measure = predicted_kl if self.method == "tangent" else difference_kl
-        predicted = measure(model, probe, deltas)
+        predicted = _mean_over_processes(lambda: measure(model, probe, deltas))
         alpha = self.alpha_max if predicted == 0 else min(self.alpha_max, math.sqrt(budget / predicted))
         return TrustDecision(alpha=alpha, predicted_kl=predicted, budget=budget)
 
@@ -199,7 +200,7 @@ class TrustRegion:
             ProbeError: no target module ran.
             NonFiniteProbeError: logits or KL not finite.
         """
-        realised = realised_kl(model, probe, deltas)
+        realised = _mean_over_processes(lambda: realised_kl(model, probe, deltas))
         if realised <= self.violation_ratio * budget:
             return TrustVerdict(realised_kl=realised, action="accept")
         if self.on_violation == "warn":
@@ -245,6 +246,20 @@ def update_mismatch(
     if not math.isfinite(mean):
         raise NonFiniteProbeError(f"mean(rollout_logps - trainer_logps)={mean!r}: a finite number is needed.")
     return max(0.0, mean if average is None else (1.0 - weight) * average + weight * mean)
+
+
+def _mean_over_processes(measure: Callable[[], float]) -> float:
+    """The KL on this process's probe, averaged over processes: all of them take the same step or skip it together."""
+    try:
+        kl = measure()
+    except NonFiniteProbeError:
+        if distributed.num_processes() == 1:
+            raise
+        kl = math.nan  # Raising here alone would leave the other processes waiting for this one.
+    kl = distributed.mean(kl)
+    if not math.isfinite(kl):
+        raise NonFiniteProbeError(f"the KL of the proposed update is {kl} on at least one process.")
+    return kl
 
 
 def _check_positive(name: str, value: Any) -> None:

@@ -64,7 +64,8 @@ def load_task(
         gym_task.require_known(name)
         if dataset is not None:
             raise DataError(f"dataset={dataset!r}: only a task from a Python file reads a dataset, {name!r} does not")
-        wanted = num_heldout + num_prompts * num_steps
+        # Enough for the run, and for the share held out to be bounded by the space of problems, not by this number.
+        wanted = max(num_heldout + num_prompts * num_steps, 2 * num_heldout)
         train, heldout, reward = gym_task.load(
             name, options or {}, num_wanted=wanted, num_heldout=num_heldout, seed=seed
         )

@@ -12,8 +12,9 @@ import logra
 ROOT = Path(logra.__file__).parent
 LEVELS = {
     "update": 0, "errors": 0, "hashing": 0, "distributed": 0, "contracts": 0, "rounding": 0, "packet": 0,
+    "sign_factor": 0, "storage": 0,
     "sketch": 1,
-    "optim": 2, "trust": 2,
+    "optim": 2, "trust": 2, "sync": 2,
     "rl": 3,
     "cli": 4,
 }  # fmt: skip

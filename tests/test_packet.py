@@ -57,7 +57,17 @@ def make_update() -> PolicyUpdate:
         "layers.1.o_proj.weight": make_weight(3, (33, 4), 5, 8, "out"),
     }
     tensors = {"norm.weight": torch.randn(11, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)}
-    return PolicyUpdate(base_version=41, version=42, seed=7, update_index=40, weights=weights, tensors=tensors)
+    return PolicyUpdate(
+        base_version=41,
+        version=42,
+        seed=7,
+        update_index=40,
+        weights=weights,
+        tensors=tensors,
+        run_id="run-7",
+        weights_digest="0123456789abcdef" * 4,
+        weight_storage="split32",
+    )
 
 
 def raw_bytes(tensor: Tensor) -> bytes:
@@ -65,7 +75,7 @@ def raw_bytes(tensor: Tensor) -> bytes:
 
 
 def assert_same(actual: PolicyUpdate, expected: PolicyUpdate) -> None:
-    for name in ("base_version", "version", "seed", "update_index"):
+    for name in ("base_version", "version", "seed", "update_index", "run_id", "weights_digest", "weight_storage"):
         assert getattr(actual, name) == getattr(expected, name)
     assert actual.weights.keys() == expected.weights.keys()
     assert actual.tensors.keys() == expected.tensors.keys()
@@ -112,11 +122,16 @@ def tensors_of_any_dtype(draw) -> Tensor:
     update_index=st.integers(0, 2**63 - 1),
     weights=st.dictionaries(names, weight_updates, max_size=3),
     tensors=st.dictionaries(names, tensors_of_any_dtype(), max_size=3),
+    run_id=st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=128),
+    weights_digest=st.none() | st.text("0123456789abcdef", min_size=64, max_size=64),
+    weight_storage=st.sampled_from(["fp32", "split32"]),
 )
-def test_round_trip_is_lossless(version, seed, update_index, weights, tensors):
+def test_round_trip_is_lossless(version, seed, update_index, weights, tensors, run_id, weights_digest, weight_storage):
     # Catches nibbles in the wrong order, lost signs, an odd element count, names that JSON changes, and casts.
     tensors = {name: tensor for name, tensor in tensors.items() if name not in weights}
-    update = PolicyUpdate(version, version + 1, seed, update_index, weights, tensors)
+    update = PolicyUpdate(
+        version, version + 1, seed, update_index, weights, tensors, run_id, weights_digest, weight_storage
+    )
     data = update.to_bytes()
     decoded = PolicyUpdate.from_bytes(data)
     assert_same(update, decoded)
@@ -164,6 +179,9 @@ def test_digest_depends_on_the_content_only():
         replace(update, base_version=42, version=43),
         replace(update, seed=8),
         replace(update, update_index=41),
+        replace(update, run_id="run-8"),
+        replace(update, weights_digest=None),
+        replace(update, weight_storage="fp32"),
         replace(update, tensors={"norm.weight": update.tensors["norm.weight"] + 1}),
         replace(update, tensors={"norm.bias": update.tensors["norm.weight"]}),
         replace(update, weights={**update.weights, "layers.1.q_proj.weight": replace(weight, decay=0.5)}),
@@ -304,6 +322,9 @@ def test_forged_frames_are_refused():
             PolicyUpdate.from_bytes(seal(prefix, payload, body))
 
 
+REST = '"run_id":"","weights_digest":null,"weight_storage":"fp32"}'
+
+
 def nested(depth: int) -> str:
     return "[" * depth + "]" * depth
 
@@ -315,12 +336,12 @@ def nested(depth: int) -> str:
         "{",
         "[]",
         "null",
-        '{"weights":[],"tensors":[]}',
-        '{"weights":{},"tensors":["norm.weight"]}',
-        '{"weights":[],"tensors":[1]}',
-        '{"weights":[null],"tensors":[]}',
-        '{"weights":[],"tensors":[],"more":1}',
-        '{"weights":' + "9" * 5000 + ',"tensors":[]}',
+        '{"weights":[],"tensors":[],' + REST,
+        '{"weights":{},"tensors":["norm.weight"],' + REST,
+        '{"weights":[],"tensors":[1],' + REST,
+        '{"weights":[null],"tensors":[],' + REST,
+        '{"weights":[],"tensors":[],"more":1,' + REST,
+        '{"weights":' + "9" * 5000 + ',"tensors":[],' + REST,
         nested(100_000),
     ],
 )
@@ -328,6 +349,35 @@ def test_forged_descriptions_are_refused(text):
     tensors, _ = parts_of(make_update())
     with pytest.raises(PacketError):
         PolicyUpdate.from_bytes(forge_payload(save(tensors, {"logra": text})))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("run_id", None),
+        ("run_id", 3),
+        ("run_id", "a b"),
+        ("run_id", "ü"),
+        ("run_id", "x" * 129),
+        ("run_id", "a\n"),
+        ("weights_digest", "abc"),
+        ("weights_digest", "A" * 64),
+        ("weights_digest", 3),
+        ("weight_storage", "bf16"),
+        ("weight_storage", None),
+        ("weight_storage", ""),
+    ],
+)
+def test_forged_texts_are_refused(field, value):
+    tensors, description = parts_of(make_update())
+    description[field] = value
+    with pytest.raises(PacketError, match=field):
+        PolicyUpdate.from_bytes(forge_payload(save(tensors, {"logra": json.dumps(description)})))
+    with pytest.raises(LograError, match=field):
+        replace(make_update(), **{field: value})
+    del description[field]
+    with pytest.raises(PacketError, match="fields"):
+        PolicyUpdate.from_bytes(forge_payload(save(tensors, {"logra": json.dumps(description)})))
 
 
 SIGNS = {"seed": 0, "update_index": 0, "name": "a", "side": "in"}

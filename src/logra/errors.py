@@ -21,6 +21,10 @@ class PacketError(LograError):
     """A serialised update is damaged, of another format, or does not fit the weights it is applied to."""
 
 
+class SyncError(LograError):
+    """An update log, its server or a replica cannot do what was asked: a gap, another run, a full disk, lost weights."""
+
+
 class ProbeError(LograError):
     """A probe is missing or unusable, or its forward tangent was lost."""
 

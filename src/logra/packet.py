@@ -20,7 +20,9 @@ describes them. Weight number i (in the order of the sorted names) owns
                                        two's complement; a missing last element is 0
     w{i}.exponent_out, .exponent_in    int8, which always fits, since exponents lie in [-60, 50]
 
-and changed tensor number i owns t{i}, of any real dtype that safetensors holds, bit for bit.
+and changed tensor number i owns t{i}, of any real dtype that safetensors holds, bit for bit. The description also holds
+the run id, the merge rule and, where the publisher computed it, the digest of all weights after the update.
+docs/sync.md has all of this field by field, for whoever writes a reader.
 
 Contract: the digest identifies the content and is the same whatever the order of names or the compression; the seal
 catches every damaged byte before anything is parsed. Nothing is unpickled. Refuses whatever is not exactly this format
@@ -52,6 +54,13 @@ _BODY_START = _PREFIX.size + _HASH_BYTES
 _ZSTD_LEVEL = 3
 _METADATA_KEY = "logra"
 _WEIGHT_FIELDS = {"name": str, "shape": list, "rank": int, "factor_bits": int, "decay": float, "signs": dict | None}
+_DESCRIPTION_FIELDS = {
+    "weights": list,
+    "tensors": list,
+    "run_id": str,
+    "weights_digest": str | None,
+    "weight_storage": str,
+}
 _SIGN_FIELDS = {"seed": int, "update_index": int, "name": str, "side": str}
 _FLOAT_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
 _SIGNED_DTYPES = {torch.int64, torch.int32, torch.int16, torch.int8}
@@ -102,13 +111,14 @@ def decode(data: bytes, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> Policy
         tensors = load(payload)
     except Exception as error:  # whatever the parser raises on bytes that were made to deceive
         raise PacketError(f"packet: the payload is not a safetensors container ({error})") from error
-    weight_records, tensor_names = _description(payload)
+    description = _description(payload)
+    weight_records, tensor_names = description.pop("weights"), description.pop("tensors")
     try:
         weights = dict(_decode_weight(index, record, tensors) for index, record in enumerate(weight_records))
         others = {name: _take(tensors, f"t{index}", None) for index, name in enumerate(tensor_names)}
         if tensors or len(weights) < len(weight_records) or len(others) < len(tensor_names):
             raise PacketError(f"packet: names occur twice, or tensors {sorted(tensors)} belong to no name")
-        update = PolicyUpdate(base_version, version, seed, update_index, weights, others)
+        update = PolicyUpdate(base_version, version, seed, update_index, weights, others, **description)
     except PacketError:
         raise
     except LograError as error:
@@ -142,9 +152,14 @@ def _content(update: PolicyUpdate) -> tuple[bytes, bytes]:
     tensor_names = sorted(update.tensors)
     for index, name in enumerate(tensor_names):
         tensors[f"t{index}"] = _plain(name, update.tensors[name])
-    description = json.dumps(
-        {"weights": weight_records, "tensors": tensor_names}, sort_keys=True, separators=(",", ":"), allow_nan=False
-    )
+    fields = {
+        "weights": weight_records,
+        "tensors": tensor_names,
+        "run_id": update.run_id,
+        "weights_digest": update.weights_digest,
+        "weight_storage": update.weight_storage,
+    }
+    description = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False)
     payload = save(_unshared(tensors), {_METADATA_KEY: description})
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise LograError(f"packet: payload has {len(payload)} bytes; allowed are at most {MAX_PAYLOAD_BYTES}")
@@ -205,8 +220,8 @@ def _decompress(body: memoryview, payload_bytes: int) -> bytes:
         raise PacketError(f"packet: the payload cannot be decompressed ({error})") from error
 
 
-def _description(payload: bytes) -> tuple[list[Any], list[str]]:
-    """The records of the weights and the names of the other tensors, from the metadata of the container."""
+def _description(payload: bytes) -> dict[str, Any]:
+    """What the metadata of the container says: _DESCRIPTION_FIELDS, of these types and not checked any further."""
     (header_bytes,) = struct.unpack_from("<Q", payload)
     try:
         header = json.loads(payload[8 : 8 + header_bytes])
@@ -214,10 +229,10 @@ def _description(payload: bytes) -> tuple[list[Any], list[str]]:
         description = json.loads(metadata[_METADATA_KEY])
     except (ValueError, RecursionError) as error:
         raise PacketError(f"packet: the description is not valid JSON ({error})") from error
-    fields = _fields("description", description, {"weights": list, "tensors": list})
+    fields = _fields("description", description, _DESCRIPTION_FIELDS)
     if not all(isinstance(name, str) for name in fields["tensors"]):
         raise PacketError("packet: description.tensors holds something other than names")
-    return fields["weights"], fields["tensors"]
+    return fields
 
 
 def _fields(where: str, record: Any, kinds: dict[str, Any]) -> dict[str, Any]:

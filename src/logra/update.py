@@ -13,73 +13,24 @@ Contract: updates are immutable values; nobody writes into their tensors. Refuse
 these ranges, and with `PacketError` weights that an update does not fit.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from logra.contracts import Delta
 from logra.errors import LograError, PacketError
-from logra.hashing import Range, check_range, derive_key, signs
+from logra.hashing import Range, check_range, derive_key
 from logra.rounding import MAX_EXPONENT, MIN_EXPONENT, powers_of_two, qmax_of, round_slices
+from logra.sign_factor import SignFactor
 
 MAX_RANK = 1024
 _BLOCK_ELEMENTS = 2**20  # 4 MiB of fp32: what a merge holds besides the weight
 _MIN_BLOCKS = 4  # also of a small weight, a merge never holds the whole change
-
-
-@dataclass(frozen=True)
-class SignFactor:
-    """A factor of random signs that is regenerated wherever it is needed instead of stored.
-
-    Attributes:
-        seed: seed of the run.
-        update_index: index of the update for which the projection was drawn.
-        name: name of the projection; modules with one name, side and width share it.
-        side: "in": the factor is R [r, in]; "out": the factor is L [out, r].
-    """
-
-    seed: int
-    update_index: int
-    name: str
-    side: Literal["in", "out"]
-
-    def __post_init__(self) -> None:
-        if self.side not in ("in", "out"):
-            raise LograError(f"SignFactor.side is {self.side!r}; allowed are 'in' and 'out'")
-
-    def key(self, width: int) -> int:
-        """The key of the sign stream for a weight with `width` features on this side."""
-        return derive_key("projection", self.seed, self.update_index, self.name, self.side, width)
-
-    def matrix(
-        self,
-        rank: int,
-        width: int,
-        *,
-        rows: Range | None = None,
-        columns: Range | None = None,
-        device: torch.device | str | None = None,
-    ) -> Tensor:
-        """The factor, or a slice of it.
-
-        Args:
-            rank: r. Fewer rows of signs are a prefix of more rows.
-            width: number of features of the weight on this side (in or out).
-            rows: half-open range of rows of the result to generate; None for all.
-            columns: half-open range of columns of the result to generate; None for all.
-            device: where to generate; None for the CPU.
-
-        Returns:
-            fp32 with entries ±1, the requested part of [r, in] for side "in" and of [out, r] for side "out".
-        """
-        key = self.key(width)
-        if self.side == "in":
-            return signs(key, rank, width, rows=rows, columns=columns, device=device)
-        return signs(key, rank, width, rows=columns, columns=rows, device=device).T
+_TEXT_FIELDS = {"run_id": "[!-~]{0,128}", "weights_digest": "[0-9a-f]{64}", "weight_storage": "fp32|split32"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -292,6 +243,11 @@ class PolicyUpdate:
         update_index: index of the update, in [0, 2**63).
         weights: {fully qualified name: LowRankUpdate}.
         tensors: {fully qualified name: new value} of the other tensors that changed, any dtype.
+        run_id: names the run that the update belongs to; "" where it belongs to none. At most 128 characters.
+        weights_digest: digest of all weights at `version` (see docs/sync.md), 64 hexadecimal digits; None where it was
+            not computed.
+        weight_storage: "fp32" or "split32": the merge rule. With "split32" every merged weight goes through
+            `storage.nudge_ties`, whatever storage a replica has.
 
     Raises:
         LograError: a field with a value that is not allowed.
@@ -303,6 +259,9 @@ class PolicyUpdate:
     update_index: int
     weights: Mapping[str, LowRankUpdate]
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    run_id: str = ""
+    weights_digest: str | None = None
+    weight_storage: str = "fp32"
 
     def __post_init__(self) -> None:
         for name in ("base_version", "version", "seed", "update_index"):
@@ -318,6 +277,12 @@ class PolicyUpdate:
             raise LograError(
                 f"PolicyUpdate: {sorted(shared)} are both in weights and in tensors; allowed is one of them"
             )
+        for name, pattern in _TEXT_FIELDS.items():
+            value = getattr(self, name)
+            if value is None and name == "weights_digest":
+                continue
+            if not isinstance(value, str) or not re.fullmatch(pattern, value):
+                raise LograError(f"PolicyUpdate.{name} is {value!r:.140}; allowed is {pattern}")
 
     # The codec builds these classes, so it is imported inside the methods: at import time `packet` depends on `update`.
     @cached_property

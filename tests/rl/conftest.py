@@ -42,6 +42,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> LlamaForCa
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
         tie_word_embeddings=True,
+        initializer_range=0.2,  # the usual 0.02 would leave so small a model with a flat, immovable policy
     )
     return LlamaForCausalLM(config)
 
@@ -52,8 +53,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def model(tokenizer) -> LlamaForCausalLM:
-    return build_model(tokenizer)
+def make_model(tokenizer):
+    """Builds seeded models, equal for equal seeds."""
+    return lambda seed=0: build_model(tokenizer, seed)
+
+
+@pytest.fixture
+def model(make_model) -> LlamaForCausalLM:
+    return make_model()
 
 
 @pytest.fixture
@@ -72,10 +79,15 @@ def dataset() -> Dataset:
     return Dataset.from_list([{"prompt": prompt, "answer": str(i)} for i, prompt in enumerate(prompts)])
 
 
-def num_letters(completions, **_):
-    """Reward with spread: the share of letters."""
-    texts = [completion_text(completion) for completion in completions]
-    return [sum(character.isalpha() for character in text) / 8 for text in texts]
+@pytest.fixture
+def num_letters():
+    """A reward with spread, and easy to raise: the number of letters."""
+
+    def num_letters(completions, **_):
+        texts = [completion_text(completion) for completion in completions]
+        return [sum(character.isalpha() for character in text) / 8 for text in texts]
+
+    return num_letters
 
 
 @pytest.fixture
@@ -103,3 +115,10 @@ def make_args(tmp_path):
         return GRPOConfig(**(settings | overrides))
 
     return make
+
+
+def pytest_collection_modifyitems(items):
+    # transformers has renamed what TRL still reads under the old name; nothing here can avoid it.
+    for item in items:
+        if item.path.parent.name in ("rl", "cli"):
+            item.add_marker(pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning"))

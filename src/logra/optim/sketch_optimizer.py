@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from logra import distributed
+from logra import distributed, storage
 from logra.contracts import Delta
 from logra.errors import ConfigError, NonFiniteProbeError, ProbeError
 from logra.hashing import derive_key
-from logra.optim import gradients, input_scaling, storage
+from logra.optim import gradients, input_scaling
 from logra.optim.config import Config
 from logra.optim.layer import LayerGradient, Proposal, propose
 from logra.optim.non_targets import NonTargets

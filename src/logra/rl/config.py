@@ -133,7 +133,7 @@ class RunConfig:
 
 
 def _demo_trust() -> TrustRegion:
-    return TrustRegion(kl_budget=0.03, kl_budget_final=0.01, schedule_steps=15)
+    return TrustRegion(kl_budget=0.02, kl_budget_final=0.01, schedule_steps=15)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,14 @@ next to the target, which is renamed when it is complete, so that an interrupted
 reads half a model.
 """
 
+import contextlib
 import importlib.util
+import io
 import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from logra.errors import ConfigError
 
@@ -91,9 +94,10 @@ def _convert(source: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-    tokenizer = AutoTokenizer.from_pretrained(**where)
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    where: dict[str, Any] = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that no setting turns off
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+        model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
     # The weights are plain fp32 now; without this, save_pretrained would look for a GGUF quantiser.
     del model.config.quantization_config
     model.hf_quantizer = None

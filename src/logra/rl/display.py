@@ -43,11 +43,12 @@ def cells(metrics: Mapping[str, Any]) -> dict[str, str]:
         value = metrics.get(name)
         return "-" if value is None else format(value, form)
 
+    stood_still = metrics.get("sync/bytes") == 0  # no group had signal, or the trust region rejected the step
     seconds = metrics.get("time/rollout_s", 0.0) + metrics.get("time/update_s", 0.0)
     return {
         "reward": number("reward/mean", ".3f"),
         "predicted KL": number("trust/planned_kl", ".4f"),
-        "realised KL": number("trust/realised_kl", ".4f"),
+        "realised KL": "no step" if stood_still else number("trust/realised_kl", ".4f"),
         "memory": f"{metrics.get('memory/peak_bytes', 0) / GIB:.2f} GiB",
         "time": f"{seconds:.1f} s",
     }
@@ -83,9 +84,9 @@ class LiveDisplay:
     """A table with one row per step over a progress bar."""
 
     def __init__(self, num_steps: int, console: Console) -> None:
-        self._table = Table("step", *({"justify": "right", "header": name} and name for name in cells({})))
-        for column in self._table.columns:
-            column.justify = "right"
+        self._table = Table()
+        for name in ("step", *cells({})):
+            self._table.add_column(name, justify="right")
         self._progress = Progress(
             TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
             console=console,

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import itertools
 import math
 from typing import Any
 
@@ -72,29 +73,36 @@ def generate_greedy(
     """
     encoded = [_encode(tokenizer, row["prompt"]) for row in rows]
     width = max(len(ids) for ids in encoded)
-    pad = tokenizer.pad_token_id
-    input_ids = torch.tensor([[pad] * (width - len(ids)) + ids for ids in encoded], device=model.device)
-    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in encoded], device=model.device)
-    config = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        pad_token_id=pad,
-        eos_token_id=tokenizer.eos_token_id,
+    pad: Any = tokenizer.pad_token_id
+    ends = _end_tokens(model, tokenizer)
+    config = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=pad, eos_token_id=ends)
+    generate: Any = model.generate
+    output = generate(
+        input_ids=torch.tensor([[pad] * (width - len(ids)) + ids for ids in encoded], device=model.device),
+        attention_mask=torch.tensor(
+            [[0] * (width - len(ids)) + [1] * len(ids) for ids in encoded], device=model.device
+        ),
+        generation_config=config,
     )
-    output = model.generate(input_ids=input_ids, attention_mask=mask, generation_config=config)
-    ids = [_until(row, tokenizer.eos_token_id) for row in output[:, width:].tolist()]
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    ids = [list(itertools.takewhile(lambda token: token not in ends, row)) for row in output[:, width:].tolist()]
+    texts: Any = tokenizer.batch_decode(ids, skip_special_tokens=True)
     return ids, [
         text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}]
         for row, text in zip(rows, texts, strict=True)
     ]
 
 
-def _until(ids: list[int], end: int | None) -> list[int]:
-    return ids[: ids.index(end)] if end in ids else ids
+def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every token that ends a completion: the tokenizer's, and those that the model declares."""
+    config: Any = model.generation_config
+    declared = config.eos_token_id if config is not None else None
+    own: Any = tokenizer.eos_token_id
+    ends = {own, *(declared if isinstance(declared, list) else [declared])}
+    return sorted(end for end in ends if end is not None)
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, prompt: Any) -> list[int]:
     if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]
-    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+        return list(tokenizer(prompt)["input_ids"])
+    encoded: Any = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
+    return encoded["input_ids"]

@@ -8,22 +8,25 @@ completion_ids and completion_mask [B, C] (padded on the right), advantages fp32
 alone, since many tokenizers pad with a token that also occurs in the text.
 """
 
+import contextlib
 import functools
 import inspect
 from typing import Any
 
 import torch
-import trl
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer as TRLTrainer
 
 from logra.errors import DataError
 from logra.rl.logprobs import completion_log_probs
 from logra.rl.metrics import StepClock, peak_memory_bytes, reward_metrics
 from logra.rl.rewards import checked, require_finite, signal_free_rows
+from logra.rl.shared_prompts import can_share_prompts, order_by_prompt, shared_prefill
 
 
-class CheckedGRPOTrainer(trl.GRPOTrainer):
+class CheckedGRPOTrainer(TRLTrainer):
     """`trl.GRPOTrainer` with checked rewards and the metrics of `logra`; the optimizer is TRL's.
 
     Takes TRL's arguments. `GRPOTrainer` adds the sketch optimizer; the dense AdamW and LoRA baselines use this class.
@@ -32,8 +35,11 @@ class CheckedGRPOTrainer(trl.GRPOTrainer):
         DataError: no training rows, or a reward function that returns something unusable.
     """
 
+    model: Any  # transformers types these more loosely than TRL guarantees them
+    args: GRPOConfig
+
     def __init__(self, *args: Any, **kwargs: Any):
-        given = inspect.signature(trl.GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments
+        given = inspect.signature(TRLTrainer.__init__).bind(self, *args, **kwargs).arguments
         _require_rows(given.get("train_dataset"))
         super().__init__(*args, **kwargs)
         self.reward_funcs: list[Any] = [
@@ -46,6 +52,23 @@ class CheckedGRPOTrainer(trl.GRPOTrainer):
 
     # --- rollout ---
 
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        held = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        accumulated_as_one = (
+            self.num_iterations == 1 and self.args.steps_per_generation == self.args.gradient_accumulation_steps
+        )
+        if self._buffered_inputs is held or not (self._shares_prompts and accumulated_as_one):
+            return inputs
+        self._buffered_inputs = order_by_prompt(self._buffered_inputs)
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    def _generate_single_turn(self, prompt_ids: Any, images: Any, multimodal_fields: Any, *args: Any, **kw: Any) -> Any:
+        shares = self._shares_prompts and not images and not multimodal_fields and not self.use_vllm
+        policy = self.accelerator.unwrap_model(self.model_wrapped)
+        with shared_prefill(policy) if shares else contextlib.nullcontext():
+            return super()._generate_single_turn(prompt_ids, images, multimodal_fields, *args, **kw)
+
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         rewards = super()._calculate_rewards(*args, **kwargs)
         require_finite(rewards, self.reward_func_names)
@@ -56,7 +79,7 @@ class CheckedGRPOTrainer(trl.GRPOTrainer):
         mode = "train" if self.model.training else "eval"
         with self._clock.rollout():
             batch = super()._generate_and_score_completions(inputs)
-        num_generations = self.num_generations if mode == "train" else self.num_generations_eval
+        num_generations: Any = self.num_generations if mode == "train" else self.num_generations_eval
         totals = self._reward_totals()
         summed = self.multi_objective_aggregation == "sum_then_normalize"
         signal_free = signal_free_rows(totals[:, None] if summed else self._rewards, num_generations)
@@ -121,6 +144,7 @@ class CheckedGRPOTrainer(trl.GRPOTrainer):
                 batch_size=batch_size,
                 with_entropy=compute_entropy,
                 entropy_has_grad=self._entropy_bonus_enabled,
+                share_prompts=self._shares_prompts,
             )
         return log_probs, entropy, None
 
@@ -131,10 +155,28 @@ class CheckedGRPOTrainer(trl.GRPOTrainer):
         TRL's fused head drops them only where Triton runs. On CPU, with a short answer to a long prompt and a large
         vocabulary, they are a fifth of the step.
         """
-        base = self.accelerator.unwrap_model(self.model)
-        base = base.get_base_model() if hasattr(base, "get_base_model") else base
-        takes_it = "logits_to_keep" in inspect.signature(type(base).forward).parameters
+        takes_it = "logits_to_keep" in inspect.signature(type(self._language_model).forward).parameters
         return self.accelerator.device.type == "cpu" and takes_it and not self.args.cast_lm_head_to_fp32
+
+    @functools.cached_property
+    def _shares_prompts(self) -> bool:
+        """Whether a prompt is run once for all completions of its group.
+
+        It takes two forwards per backward, which distributed wrappers do not expect, and keys and values that live
+        until the backward, which activation checkpointing drops.
+        """
+        return (
+            self._head_scores_every_position
+            and self.accelerator.num_processes == 1
+            and not self.args.activation_checkpointing
+            and can_share_prompts(self._language_model)
+        )
+
+    @property
+    def _language_model(self) -> Any:
+        """The causal language model itself, inside the wrappers of accelerate and PEFT."""
+        model = self.accelerator.unwrap_model(self.model)
+        return model.get_base_model() if hasattr(model, "get_base_model") else model
 
     # --- metrics ---
 

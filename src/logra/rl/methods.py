@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from trl import GRPOConfig
+from trl.trainer.grpo_config import GRPOConfig
 
 from logra.errors import ConfigError
 from logra.rl.config import TrainConfig

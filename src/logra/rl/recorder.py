@@ -34,7 +34,7 @@ class StepRecorder(TrainerCallback):
         self._folder = folder
         self._display = display
         self._take_samples = take_samples
-        self.steps: list[dict[str, float]] = []
+        self.steps: list[dict[str, Any]] = []
 
     def on_log(
         self,

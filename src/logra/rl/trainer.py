@@ -14,8 +14,9 @@ import warnings
 from typing import Any
 
 import torch
-import trl
 from torch import Tensor, nn
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer as TRLTrainer
 
 from logra.errors import ConfigError
 from logra.optim import Config, SketchOptimizer
@@ -46,8 +47,8 @@ class GRPOTrainer(CheckedGRPOTrainer):
     """
 
     def __init__(self, *args: Any, logra: Config | None = None, **kwargs: Any):
-        given = inspect.signature(trl.GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments
-        arguments: trl.GRPOConfig | None = given.get("args")
+        given = inspect.signature(TRLTrainer.__init__).bind(self, *args, **kwargs).arguments
+        arguments: GRPOConfig | None = given.get("args")
         _refuse_arguments(arguments, given, logra)
         super().__init__(*args, **kwargs)
         _refuse_accelerator(self)
@@ -134,7 +135,7 @@ class GRPOTrainer(CheckedGRPOTrainer):
             logs["grad_norm"] = optimizer.diagnostics()["grad_norm"]
 
 
-def _refuse_arguments(args: trl.GRPOConfig | None, given: dict[str, Any], logra: Config | None) -> None:
+def _refuse_arguments(args: GRPOConfig | None, given: dict[str, Any], logra: Config | None) -> None:
     """Refuse what can be known before the model is loaded."""
     if given.get("peft_config") is not None or hasattr(given.get("model"), "peft_config"):
         raise ConfigError(
@@ -171,10 +172,10 @@ def _refuse_accelerator(trainer: CheckedGRPOTrainer) -> None:
         raise ConfigError("mixed_precision='fp16': the gradient scaler needs `.grad`. Use bf16, or fp32.")
 
 
-def _warn_of_ignored(args: trl.GRPOConfig) -> None:
+def _warn_of_ignored(args: GRPOConfig) -> None:
     """Warn once when arguments of TRL's optimizer were set, since `Config` has its own."""
     replaced_by = {"learning_rate": "Config.lr", "optim": "Config.direction", "weight_decay": "Config.weight_decay"}
-    defaults = {field.name: field.default for field in dataclasses.fields(trl.GRPOConfig)}
+    defaults = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
     ignored = [f"{name}={getattr(args, name)!r} (use {new})" for name, new in replaced_by.items()
                if getattr(args, name) != defaults[name]]  # fmt: skip
     if ignored:

@@ -84,7 +84,7 @@ def _rows(module: ModuleType, file: Path, data: Path | None) -> tuple[Iterable[A
     """The rows as given, and where they come from (for messages)."""
     if data is not None:
         return read_rows(data), f"dataset={str(data)!r}"
-    function = getattr(module, "dataset", None)
+    function: Callable[[], Iterable[Any]] | None = getattr(module, "dataset", None)
     if not callable(function):
         raise DataError(f"task={str(file)!r} defines no function `dataset()`: define one, or give --dataset")
     return function(), f"dataset() of task={str(file)!r}"

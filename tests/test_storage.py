@@ -11,7 +11,7 @@ from torch import Tensor
 
 from logra.errors import LograError, PacketError
 from logra.hashing import derive_key
-from logra.optim.storage import apply_update_, join32, nudge_ties, split32
+from logra.storage import apply_update_, join32, nudge_ties, split32
 from logra.update import LowRankUpdate, SignFactor, round_factors
 
 LIMIT_BITS = 0x7F7F8000  # the tie between the largest bf16 number and infinity
@@ -81,6 +81,18 @@ def test_values_that_are_not_finite_in_bf16_are_refused(bits):
         split32(value)
 
 
+def test_without_the_nudge_every_value_is_held():
+    # Catches ties that move: a split32 copy of weights that are trained in fp32 must keep them.
+    value = sampled_values()
+    hi, lo = split32(value, nudge=False)
+    np.testing.assert_array_equal(bits_of(join32(hi, lo)), bits_of(value))
+    # Ties go away from zero, everything else to the nearest as before.
+    tie = torch.from_numpy((bits_of(value) & 0xFFFF) == 0x8000)
+    assert torch.equal(hi[~tie].view(torch.int16), value[~tie].to(torch.bfloat16).view(torch.int16))
+    assert bool((lo[tie] == -0x8000).all())
+    assert bool((hi[tie].float().abs() > value[tie].abs()).all())
+
+
 def random_update(
     seed: int, shape: tuple[int, int], sign_side: Literal["in", "out"] | None = None, decay: float = 1.0
 ) -> LowRankUpdate:
@@ -116,6 +128,25 @@ def test_split32_training_equals_fp32_storage_bit_for_bit(decay):
         assert torch.equal(join32(parameter, lo), weight), step
         assert torch.equal(parameter, weight.to(torch.bfloat16)), step
     assert num_ties > 0 or decay == 1.0
+
+
+@pytest.mark.parametrize("nudge", [True, False])
+def test_either_storage_follows_either_merge_rule(nudge):
+    # Catches a merge rule that follows the storage of the copy instead of that of the run.
+    shape = (37, 29)
+    initial = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    initial[::2] = torch.from_numpy(((bits_of(initial[::2]) & 0xFFFF0000) | 0x8000).view(np.float32))
+    initial = nudge_ties(initial) if nudge else initial
+    expected, plain = initial.clone(), initial.clone()
+    parameter, lo = split32(initial, nudge=False)
+    for step in range(30):
+        update = random_update(step, shape, decay=0.999 if step % 2 else 1.0)
+        expected = expected * np.float32(update.decay) - update.dense()
+        expected = nudge_ties(expected) if nudge else expected
+        apply_update_(update, plain, nudge=nudge, block_rows=7)
+        apply_update_(update, parameter, lo, nudge=nudge, block_rows=5)
+        assert torch.equal(plain, expected), step
+        assert torch.equal(join32(parameter, lo), expected), step
 
 
 @pytest.mark.parametrize("sign_side", [None, "in", "out"])

@@ -9,11 +9,13 @@
   so forward and backward use `hi` with no second copy, and value = join32(hi, lo) is exactly fp32. `lo` equals the low
   16 bits of the value, read in two's complement.
 
-The one value that this cannot hold is the exact tie, lo = ±2^15: whether `hi` was rounded up or down would be lost.
-`nudge_ties` moves such a value by one ulp of fp32 towards the bf16 number that round-to-nearest-even picks. Whoever
-must agree bit for bit with a split32 weight while keeping fp32 applies it after every merge as well.
+The one value that this cannot hold with `hi` rounded to nearest even is the exact tie, lo = ±2^15: whether `hi` was
+rounded up or down would be lost. `nudge_ties` moves such a value by one ulp of fp32 towards the bf16 number that
+round-to-nearest-even picks. Training with split32 weights nudges after every merge, and training with fp32 weights does
+not: that is the merge rule of a run, and whoever must agree with it bit for bit follows the same rule, whatever the
+planes it keeps. `split32(value, nudge=False)` holds every value, with ties rounded away from zero and lo = -2^15.
 
-Contract: merging into split32 and merging into fp32 followed by `nudge_ties` give the same bits. Refuses, with
+Contract: under one merge rule, merging into split32 and merging into fp32 give the same bits. Refuses, with
 `LograError`, values that are not finite or whose bf16 rounding is not.
 """
 
@@ -45,14 +47,17 @@ def nudge_ties(value: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def split32(value: Tensor) -> tuple[Tensor, Tensor]:
-    """Split fp32 into the bf16 number nearest to it (ties to even) and the rest.
+def split32(value: Tensor, *, nudge: bool = True) -> tuple[Tensor, Tensor]:
+    """Split fp32 into the bf16 number nearest to it and the rest.
 
     Args:
         value: fp32, any shape.
+        nudge: True moves ties by `nudge_ties`, so that hi is round-to-nearest-even; False keeps every value, and rounds
+            ties away from zero.
 
     Returns:
-        hi, bf16, and lo, int16, of the same shape, with join32(hi, lo) equal to nudge_ties(value) bit for bit.
+        hi, bf16, and lo, int16, of the same shape. join32(hi, lo) equals nudge_ties(value) bit for bit, or `value` with
+        nudge=False.
 
     Raises:
         LograError: a value that is not finite, or so large that its bf16 rounding is infinite (above 3.39e38).
@@ -64,7 +69,7 @@ def split32(value: Tensor) -> tuple[Tensor, Tensor]:
         raise LograError(
             f"split32: the weight holds NaN or values that are not finite in bf16; allowed is < {_LIMIT:g}"
         )
-    bits = nudge_ties(value).view(torch.int32)
+    bits = (nudge_ties(value) if nudge else value).view(torch.int32)
     high_bits = (bits + _TIE) >> 16
     lo = bits - (high_bits << 16)
     return high_bits.to(torch.int16).view(torch.bfloat16), lo.to(torch.int16)
@@ -101,6 +106,7 @@ def apply_update_(
     rows: Range | None = None,
     columns: Range | None = None,
     block_rows: int | None = None,
+    nudge: bool | None = None,
 ) -> None:
     """Merge an update into a weight in place, in blocks of rows, so that the extra memory is a few blocks.
 
@@ -112,27 +118,42 @@ def apply_update_(
         rows: half-open range of output features that `parameter` holds; None for all.
         columns: half-open range of input features that `parameter` holds; None for all.
         block_rows: rows merged at once; None for blocks of at most 4 MiB of fp32. Does not change the result.
+        nudge: the merge rule: nudge ties after the merge, or not. None for what training with this storage does
+            (split32 nudges, fp32 does not).
 
     Raises:
         PacketError: dtypes or shapes that do not fit; nothing has been written then.
         LograError: a value that left the range of bf16 (split32); blocks before it have been written.
     """
-    if lo is None:
+    nudge = (lo is not None) if nudge is None else nudge
+    if lo is None and not nudge:
         update.apply_(parameter, rows, columns, block_rows)
         return
     row_start, row_stop = check_range("rows", rows, update.shape[0])
     column_start, column_stop = check_range("columns", columns, update.shape[1])
     shape = (row_stop - row_start, column_stop - column_start)
-    planes_fit = parameter.dtype == torch.bfloat16 and lo.dtype == torch.int16
-    if not planes_fit or tuple(parameter.shape) != shape or tuple(lo.shape) != shape:
-        raise PacketError(
-            f"apply_update_: parameter is {parameter.dtype} {tuple(parameter.shape)}, lo is {lo.dtype} "
-            f"{tuple(lo.shape)}; split32 needs torch.bfloat16 and torch.int16 of shape {shape}"
-        )
+    _check_planes(parameter, lo, shape)
     update = update.to(parameter.device)
     for start, stop in row_blocks(shape, block_rows):
-        value = join32(parameter[start:stop], lo[start:stop].to(parameter.device))
+        block = parameter[start:stop]
+        value = block if lo is None else join32(block, lo[start:stop].to(parameter.device))
         update.apply_(value, (row_start + start, row_start + stop), columns)
-        hi_block, lo_block = split32(value)
-        parameter[start:stop] = hi_block
+        if lo is None:
+            block.copy_(nudge_ties(value))
+            continue
+        hi_block, lo_block = split32(value, nudge=nudge)
+        block.copy_(hi_block)
         lo[start:stop] = lo_block
+
+
+def _check_planes(parameter: Tensor, lo: Tensor | None, shape: tuple[int, int]) -> None:
+    expected = (torch.float32,) if lo is None else (torch.bfloat16, torch.int16)
+    planes = (parameter,) if lo is None else (parameter, lo)
+    if any(plane.dtype != dtype or tuple(plane.shape) != shape for plane, dtype in zip(planes, expected, strict=True)):
+        found = ", ".join(
+            f"{name} is {plane.dtype} {tuple(plane.shape)}"
+            for name, plane in zip(("parameter", "lo"), planes, strict=False)
+        )
+        raise PacketError(
+            f"apply_update_: {found}; this storage needs {' and '.join(map(str, expected))} of shape {shape}"
+        )

@@ -1,0 +1,122 @@
+"""How far weights that are kept in bf16 alone may be from the trainer's.
+
+Every merge into bf16 rounds. With e_t the Frobenius norm of what update t lost, the distance d of a weight from the
+trainer's obeys
+
+    d_t <= d_{t-1} + e_t + 2^-21 ‖W‖
+
+where the last term covers the roundings of fp32 and the nudges on both sides. The bound needs no contact
+with the trainer; an anchor gives the distance itself, and sets it back.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from logra.storage import nudge_ties
+from logra.sync.fit import part_of
+from logra.sync.layout import Layout, Piece, Placement
+from logra.update import LowRankUpdate
+
+_FP32_SLACK = 2.0**-21
+_BF16_ROUNDING = 2.0**-7
+"""‖W - bf16(W)‖ <= 2^-8 ‖W‖ for normal numbers; twice that, since ‖W‖ is taken of the rounded weight."""
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Distances are relative: ‖W - W_trainer‖_F / ‖W‖_F over all weights here that updates or anchors have changed.
+
+    Attributes:
+        version: of the weights.
+        bound: upper bound of the distance; 0.0 for exact storage, NaN where the distance at the start is not known.
+        digest_matches: the last digest in an update agreed with the weights; None where there was none.
+        digest_version: version of that digest.
+        measured: the distance just before the last anchor was taken over; None without one.
+        measured_version: version of that anchor.
+    """
+
+    version: int
+    bound: float = 0.0
+    digest_matches: bool | None = None
+    digest_version: int | None = None
+    measured: float | None = None
+    measured_version: int | None = None
+
+
+class DriftLedger:
+    """Bounds of the distance of every weight of a bf16 replica.
+
+    Args:
+        layout: its weights. Nothing is known of them until `start`, or until an anchor replaces them.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._bounds = dict.fromkeys(layout, math.nan)
+        self._changed: set[str] = set()
+        self._comparison: tuple[int, bool] | None = None
+        self._measurement: tuple[int, float] | None = None
+
+    def start(self, *, exact: bool) -> None:
+        """The weights are those of the base model, exactly or rounded to bf16."""
+        for name, placement in self._layout.items():
+            self._bounds[name] = 0.0 if exact else _BF16_ROUNDING * _norm(placement)
+
+    @torch.no_grad()
+    def merge(self, name: str, piece: Piece, update: LowRankUpdate, nudge: bool) -> None:
+        """Merge an update into a piece, and add what the rounding lost to the bound of its weight."""
+        lost = square = 0.0
+        first_row = piece.rows[0]
+        for (start, stop), block in piece.blocks():
+            value = block.clone() if block.dtype == piece.tensor.dtype else block
+            update.apply_(value, (first_row + start, first_row + stop), piece.columns)
+            value = nudge_ties(value) if nudge else value
+            rounded = value.to(torch.bfloat16)
+            lost += float((value - rounded.to(torch.float32)).square().sum(dtype=torch.float64))
+            square += float(value.square().sum(dtype=torch.float64))
+            piece.tensor[start:stop] = rounded
+        self._changed.add(name)
+        self._bounds[name] += math.sqrt(lost) + _FP32_SLACK * math.sqrt(square)
+
+    def replaced(self, name: str, value: Tensor, placement: Placement) -> None:
+        """A weight has just been replaced by the trainer's, rounded to what its pieces hold."""
+        self._changed.add(name)
+        self._bounds[name] = math.sqrt(_square_distance(value, placement))
+
+    def measure(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Measure the distance from an anchor of the version of the weights, which is about to be taken over."""
+        square = sum(_square_distance(value, self._layout[name]) for name, value in weights.items())
+        norm = math.hypot(*(_norm(self._layout[name]) for name in weights))
+        self._measurement = (version, math.sqrt(square) / norm if norm > 0 else 0.0)
+
+    def compared(self, version: int, matches: bool) -> None:
+        """The digest of an update was compared with the weights."""
+        self._comparison = (version, matches)
+
+    def report(self, version: int) -> Drift:
+        """The drift at this version."""
+        norm = math.hypot(*(_norm(self._layout[name]) for name in self._changed))
+        bound = math.hypot(*(self._bounds[name] for name in self._changed))
+        digest_version, matches = self._comparison or (None, None)
+        measured_version, measured = self._measurement or (None, None)
+        return Drift(version, bound / norm if norm > 0 else 0.0, matches, digest_version, measured, measured_version)
+
+
+def _norm(placement: Placement) -> float:
+    squares = [
+        float(block.square().sum(dtype=torch.float64)) for piece in placement.pieces for _, block in piece.blocks()
+    ]
+    return math.sqrt(sum(squares))
+
+
+def _square_distance(value: Tensor, placement: Placement) -> float:
+    total = 0.0
+    for piece in placement.pieces:
+        part = part_of(value, placement, piece)
+        for (start, stop), block in piece.blocks():
+            total += float((block - part[start:stop].to(block.device, torch.float32)).square().sum(dtype=torch.float64))
+    return total

@@ -1,0 +1,68 @@
+"""The command line: help, errors, exit codes."""
+
+import subprocess
+import sys
+
+import pytest
+
+import logra
+from logra.cli.main import main
+
+
+def test_help_lists_the_commands(capsys):
+    assert main(["--help"]) == 0
+    assert "train " in capsys.readouterr().out
+    assert main([]) == 2
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"logra {logra.__version__}\n"
+
+
+def test_an_unknown_command(capsys):
+    assert main(["trian"]) == 2
+    assert "unknown command 'trian'. Commands: train" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--method", "sgd"], "method='sgd': one of logra, paper, adamw, lora"),
+        (["--rollout.num-samples", "1"], "rollout.num_samples=1"),
+        (["--logra.rank", "0"], "rank=0"),
+        (["--method", "adamw", "--logra.rank", "8"], "has no effect with method=adamw"),
+        (["--task", "chainsum"], "Did you mean chain_sum"),
+        (["--model", "./nowhere"], "nor an existing folder"),
+    ],
+)
+def test_errors_are_one_line_and_exit_code_2(arguments, message, capsys, tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        try:
+            code = main(["train", "--output-dir", "run", *arguments])
+        except SystemExit as stop:  # what the parser itself refuses
+            code = stop.code
+    captured = capsys.readouterr()
+    assert code == 2
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--output-dir", "x", "--no-such-flag", "1"], ["--output-dir", "x", "--run.seed", "a"]]
+)
+def test_the_parser_refuses(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["train", *arguments])
+    assert stop.value.code == 2
+    assert "error" in capsys.readouterr().err
+
+
+def test_help_and_errors_do_not_wait_for_trl():
+    code = (
+        "import sys\nfrom logra.cli.main import main\n"
+        "try: main(['train', '--help'])\nexcept SystemExit: pass\n"
+        "assert 'trl' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

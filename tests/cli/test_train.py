@@ -1,0 +1,92 @@
+"""Flags and files of `logra train`."""
+
+import pytest
+import yaml
+
+import logra
+from logra.cli.train import parse
+from logra.rl.config import TrainConfig, preset, to_dict
+
+BASE = ["--output-dir", "x"]
+
+
+def test_defaults_are_those_of_python():
+    assert to_dict(parse(BASE)) == to_dict(TrainConfig(output_dir="x"))
+
+
+@pytest.mark.parametrize("method", ["logra", "paper", "adamw", "lora"])
+def test_the_method_decides_the_defaults(method):
+    config = parse([*BASE, "--method", method])
+    for group, values in preset(method).items():
+        assert to_dict(getattr(config, group)) == to_dict(values)
+
+
+def test_flags_override_the_preset():
+    config = parse([*BASE, "--method=paper", "--logra.rank", "64", "--trust.kl-budget", "0.01"])
+    assert config.logra.rank == 64
+    assert config.logra.direction == "row_adam"  # the rest of the preset stays
+    assert config.trust.kl_budget == 0.01
+    assert config.trust.schedule_steps == 300
+
+
+def test_dashes_and_underscores_are_the_same():
+    first = parse([*BASE, "--rollout.num-prompts", "4", "--task-options.min-terms", "3", "--num-heldout=7"])
+    second = parse(["--output_dir", "x", "--rollout.num_prompts=4", "--task_options.min_terms=3", "--num_heldout", "7"])
+    assert to_dict(first) == to_dict(second)
+    assert first.rollout.num_prompts == 4
+    assert first.task_options == {"min_terms": 3}
+
+
+def test_values_keep_their_dashes():
+    assert parse([*BASE, "--model", "some-owner/some-model"]).model == "some-owner/some-model"
+    assert parse([*BASE, "--model=a-b/c-d"]).model == "a-b/c-d"
+
+
+def test_overwrite_is_a_switch():
+    assert parse([*BASE, "--overwrite"]).overwrite
+    assert parse(["--overwrite", *BASE]).overwrite
+    assert not parse([*BASE, "--overwrite", "false"]).overwrite
+    assert not parse(BASE).overwrite
+
+
+def test_lists_and_nulls():
+    config = parse([*BASE, "--logra.target-modules", '["q_proj", "v_proj"]', "--trust.kl-budget-final", "null",
+                    "--run.report-to", '["trackio"]'])  # fmt: skip
+    assert list(config.logra.target_modules) == ["q_proj", "v_proj"]
+    assert config.trust.kl_budget_final is None
+    assert config.run.report_to == ("trackio",)
+
+
+def test_a_file_sits_between_preset_and_flags(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({"method": "paper", "logra": {"rank": 16, "lr": 1e-5}, "run": {"num_steps": 3}}))
+    config = parse([*BASE, "--config", str(path), "--logra.lr", "2e-5"])
+    assert config.method == "paper"
+    assert config.logra.restore_norm  # from the preset that the file asks for
+    assert config.logra.rank == 16
+    assert config.logra.lr == 2e-5
+    assert config.run.num_steps == 3
+
+
+@pytest.mark.parametrize("method", ["logra", "adamw"])
+def test_a_written_configuration_is_read_back(tmp_path, method):
+    from logra.rl.run_folder import RunFolder
+
+    original = parse([*BASE, "--method", method, "--rollout.temperature", "0.5", "--task-options.min_terms", "3"])
+    folder = RunFolder(tmp_path / "run")
+    folder.write_config(original)
+    again = parse(["--config", str(folder.config)])
+    assert to_dict(again) == to_dict(original)
+
+
+def test_help_shows_defaults_and_units(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(["--help", "--method", "paper"])
+    assert stop.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--rollout.max-new-tokens" in shown
+    assert "Longest completion, tokens. (type: int, default: 12)" in shown
+    assert "nats per generated token" in shown
+    # The defaults shown are those of the method asked for.
+    assert f"default: {logra.Config.paper().rank})" in shown
+    assert "--logra.trust" not in shown

@@ -1,0 +1,220 @@
+"""A whole run on a tiny model: files, results, equal conditions for all methods."""
+
+import io
+import json
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from logra.errors import ConfigError, DataError
+from logra.rl.config import LossConfig, RolloutConfig, RunConfig, TrainConfig, preset
+from logra.rl.run import train
+
+TASK = """
+def dataset():
+    return [{"prompt": f"{i} +", "answer": "a"} for i in range(20)]
+
+def reward(completions, answer, **kwargs):
+    return [sum(c.isalpha() for c in text) / 8 for text in completions]
+"""
+
+
+@pytest.fixture
+def run(tmp_path, model_folder):
+    (tmp_path / "task.py").write_text(TASK)
+
+    def run(name="run", **overrides):
+        output = io.StringIO()
+        settings = {
+            "output_dir": str(tmp_path / name),
+            "model": str(model_folder),
+            "task": str(tmp_path / "task.py"),
+            "rollout": RolloutConfig(num_prompts=2, num_samples=4, max_new_tokens=5),
+            "loss": LossConfig(micro_batch_size=4),
+            "run": RunConfig(num_steps=3, device="cpu"),
+        } | overrides
+        settings = preset(settings.get("method", "logra")) | settings
+        outcome = train(TrainConfig(**settings), Console(file=output, width=200))
+        return outcome, output.getvalue()
+
+    return run
+
+
+def records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_files_and_results(run):
+    outcome, shown = run()
+    folder = outcome.folder
+    assert {item.name for item in folder.iterdir()} == {
+        "config.yaml",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "model",
+        "results.json",
+    }
+    metrics = records(folder / "metrics.jsonl")
+    assert [entry["step"] for entry in metrics] == [1, 2, 3]
+    for name in ("reward/mean", "trust/realised_kl", "optim/grad_norm", "sync/bytes", "time/probe_s", "loss"):
+        assert all(name in entry for entry in metrics)
+    assert not {"reward", "entropy", "epoch"} & metrics[0].keys()
+    samples = records(folder / "samples.jsonl")
+    assert [sample["step"] for sample in samples] == [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
+    assert samples[0].keys() == {"step", "prompt", "completion", "reward"}
+    results = json.loads((folder / "results.json").read_text())
+    assert results == json.loads(json.dumps(outcome.results))
+    rewards = [entry["reward/mean"] for entry in metrics]
+    assert results["mean_reward_first_3_steps"] == pytest.approx(sum(rewards) / 3)
+    assert results["heldout"]["num_problems"] == 4
+    assert results["heldout"]["decoding"] == "greedy"
+    assert results["num_steps"] == 3
+    assert results["seconds_per_step"] == pytest.approx(results["train_s"] / 3)
+    assert results["peak_memory_bytes"] > 2**26
+    assert not outcome.interrupted
+    assert yaml.safe_load((folder / "config.yaml").read_text())["rollout"]["num_prompts"] == 2
+    # Nothing but the run itself is shown: no printed dictionaries, no progress bars of the libraries.
+    lines = shown.splitlines()
+    assert lines[0].startswith("Loading ")
+    assert lines[1].startswith("Method logra: 15,360 parameters sketched, 0 trained densely, 2,496 frozen")
+    assert lines[2].endswith("16 problems to train on, 4 others held out")
+    assert [line.split()[1] for line in lines if line.startswith("step")] == ["1/3", "2/3", "3/3"]
+    assert "unseen problems, greedy" in lines[-2]
+    assert lines[-1] == f"Results and model lie in {folder}"
+    assert len(lines) == 9
+
+
+@pytest.mark.parametrize("method", ["logra", "paper", "adamw", "lora"])
+def test_every_method_saves_the_policy_it_trained(run, method, tokenizer):
+    settings = {"trust": preset("logra")["trust"]} if method == "paper" else {}
+    if method == "lora":
+        from logra.rl.config import LoraConfig
+
+        settings["lora"] = LoraConfig(rank=4, lr=0.05)
+    outcome, shown = run(method=method, num_heldout=0, **settings)
+    loaded = AutoModelForCausalLM.from_pretrained(outcome.folder / "model")
+    start = AutoModelForCausalLM.from_pretrained(outcome.folder.parent / "tiny-model")
+    # Catches adapters that are saved instead of merged, and a model that is saved as it was before training.
+    assert loaded.state_dict().keys() == start.state_dict().keys()
+    assert not torch.equal(
+        loaded.model.layers[0].self_attn.q_proj.weight, start.model.layers[0].self_attn.q_proj.weight
+    )
+    assert AutoTokenizer.from_pretrained(outcome.folder / "model").pad_token == tokenizer.pad_token
+    assert outcome.results["heldout"]["before"] is None
+    assert f"Method {method}: " in shown
+
+
+def test_all_methods_start_from_the_same_rollout(run):
+    firsts = []
+    for method in ("logra", "adamw", "lora"):
+        outcome, _ = run(method, method=method, num_heldout=0)
+        firsts.append([sample for sample in records(outcome.folder / "samples.jsonl") if sample["step"] == 1])
+        metrics = records(outcome.folder / "metrics.jsonl")[0]
+        assert {"reward/mean", "policy/entropy", "time/rollout_s", "memory/peak_bytes", "optim/grad_norm"} <= (
+            metrics.keys()
+        )
+    # Catches a method whose setup consumes random numbers before the first rollout.
+    assert firsts[0] == firsts[1] == firsts[2]
+
+
+def test_prompts_come_in_the_same_order_for_all_methods(run):
+    orders = []
+    for method in ("logra", "adamw"):
+        outcome, _ = run(method, method=method, num_heldout=0)
+        orders.append([sample["prompt"] for sample in records(outcome.folder / "samples.jsonl")])
+    assert orders[0] == orders[1]
+
+
+def test_runs_are_reproducible(run):
+    first, again, other = (
+        run(name, num_heldout=0, run=RunConfig(num_steps=2, seed=seed, device="cpu"))[0]
+        for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    )
+
+    def samples(outcome):
+        return (outcome.folder / "samples.jsonl").read_text()
+
+    assert samples(first) == samples(again) != samples(other)
+    models = [AutoModelForCausalLM.from_pretrained(o.folder / "model").state_dict() for o in (first, again)]
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+
+
+def test_a_broken_reward_ends_the_run_with_what_was_written(run, tmp_path):
+    (tmp_path / "task.py").write_text(TASK.replace("sum(", "float('inf') * sum("))
+    with pytest.raises(DataError, match=r"'reward'.*must be finite"):
+        run(num_heldout=0)
+    assert (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_problems_are_found_before_the_model_loads(run, tmp_path, monkeypatch):
+    from logra.rl import methods
+
+    def never(config):
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(methods, "load_model", never)
+    run_folder = tmp_path / "taken"
+    run_folder.mkdir()
+    (run_folder / "file").touch()
+    with pytest.raises(ConfigError, match="holds no run"):
+        run("taken")
+    with pytest.raises(DataError, match="Did you mean chain_sum"):
+        run(task="chainsum")
+    with pytest.raises(DataError, match="one step takes 18"):
+        run(rollout=RolloutConfig(num_prompts=18, num_samples=4))
+    # A task that cannot be used leaves no folder behind.
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("location", ["./nowhere", "/nowhere/at/all", "a/b/c", "nowhere"])
+def test_a_model_that_does_not_exist(run, location):
+    with pytest.raises(ConfigError, match="nor an existing folder"):
+        run(model=location)
+
+
+def test_a_folder_without_a_model(run, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        run(model=str(tmp_path / "empty"))
+
+
+def test_one_interrupt_ends_the_run_after_the_step(run, tmp_path):
+    # The task sends the signal in the middle of the second step's rollout.
+    (tmp_path / "task.py").write_text(
+        INTERRUPT.format(count=1) + TASK.replace("    return [sum", "    tick()\n    return [sum")
+    )
+    outcome, shown = run(num_heldout=0)
+    assert outcome.interrupted
+    assert [entry["step"] for entry in records(outcome.folder / "metrics.jsonl")] == [1, 2]
+    assert "stopping after this step" in shown
+    assert json.loads((outcome.folder / "results.json").read_text())["interrupted"]
+    AutoModelForCausalLM.from_pretrained(outcome.folder / "model")
+
+
+def test_two_interrupts_end_it_at_once_with_what_was_saved(run, tmp_path):
+    (tmp_path / "task.py").write_text(
+        INTERRUPT.format(count=2) + TASK.replace("    return [sum", "    tick()\n    return [sum")
+    )
+    outcome, shown = run(num_heldout=0)
+    assert outcome.interrupted
+    assert [entry["step"] for entry in records(outcome.folder / "metrics.jsonl")] == [1]
+    # A step was running: its weights may be half updated, so none are saved.
+    assert not (outcome.folder / "model").exists()
+    assert "no model was saved" in shown.splitlines()[-1]
+
+
+INTERRUPT = """
+import os, signal
+
+calls = 0
+
+def tick():
+    global calls
+    calls += 1
+    if calls == 2:
+        for _ in range({count}):
+            os.kill(os.getpid(), signal.SIGINT)
+"""

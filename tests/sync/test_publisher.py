@@ -1,0 +1,145 @@
+"""From a real optimizer through the log to replicas: same bits, and what the publisher adds to an update."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from logra import SketchOptimizer
+from logra.errors import SyncError
+from logra.sync import DirectoryLog, Publisher, Replica, module_layout
+from logra.sync.layout import canonical_weights, weights_digest
+from logra.sync.publisher import changeable_weights, optimizer_layout
+from logra.update import PolicyUpdate
+
+PATTERNS = ("q_proj", "k_proj", "o_proj")
+
+
+def train(model, ids, publisher_of, num_steps, log, **settings):
+    opt = SketchOptimizer(model, lr=1e-2, rank=4, target_modules=PATTERNS, seed=3, **settings)
+    publisher = publisher_of(log, opt)
+    published = []
+    for _ in range(num_steps):
+        logits = model(ids).float()
+        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        opt.step()
+        published.append(publisher.publish(opt.last_update))
+        opt.zero_grad()
+    return opt, publisher, published
+
+
+def make_publisher(log, opt):
+    return Publisher(log, opt, base_model="tiny", digest_every=2, anchor_every=3)
+
+
+STORAGES = [("fp32", "freeze"), ("fp32", "adamw"), ("split32", "freeze"), ("split32", "adamw")]
+
+
+@pytest.mark.parametrize(("storage", "non_target"), STORAGES)
+def test_replicas_of_every_storage_follow_a_real_run(make_lm, token_ids, tmp_path, storage, non_target):
+    # Catches any difference between what the optimizer merged and what the log says, over its real states: momentum,
+    # weight decay, low planes, AdamW on norms and embeddings.
+    dtype = torch.float32 if storage == "fp32" else torch.bfloat16
+    model = make_lm(bias=True).to(dtype)
+    base = copy.deepcopy(model)
+    log = DirectoryLog(tmp_path / "updates")
+    opt, publisher, published = train(
+        model, token_ids, make_publisher, 5, log, weight_storage=storage, non_target=non_target, weight_decay=0.1
+    )
+    assert log.latest() == 5
+    assert log.manifest is not None
+    assert (log.manifest.weight_storage, log.manifest.seed, log.manifest.base.model) == (storage, 3, "tiny")
+    expected = weights_digest(optimizer_layout(opt))
+    for replica_storage in ("fp32", "split32"):
+        dtype = torch.float32 if replica_storage == "fp32" else torch.bfloat16
+        replica = Replica(copy.deepcopy(base).to(dtype), storage=replica_storage)
+        replica.load(canonical_weights(module_layout(base)), 0)
+        assert replica.catch_up(log) == 5
+        assert replica.digest() == expected
+        assert replica.verified_version == 4
+    anchor = log.read_anchor(3)
+    moving = {f"layers.{i}.{name}.weight" for i in range(2) for name in PATTERNS}
+    assert anchor.keys() == (moving if non_target == "freeze" else dict(model.named_parameters()).keys())
+    late = Replica(copy.deepcopy(base).float())
+    late.load(anchor, 3)
+    late.catch_up(log)
+    assert late.digest() == expected
+    assert [update.weights_digest is not None for update in published] == [False, True, False, True, False]
+
+
+def test_metrics_and_what_is_added(make_lm, token_ids, tmp_path):
+    log = DirectoryLog(tmp_path / "updates")
+    opt, publisher, published = train(make_lm(), token_ids, make_publisher, 2, log)
+    metrics = publisher.metrics()
+    assert metrics.keys() == {"sync/bytes", "sync/seconds", "sync/version"}
+    assert metrics["sync/bytes"] == len(log.read_packet(2)) == published[1].num_bytes
+    assert metrics["sync/version"] == 2 and 0 < metrics["sync/seconds"] < 60
+    assert publisher.num_bytes == published[0].num_bytes + published[1].num_bytes
+    assert published[1].run_id == log.manifest.run_id != ""
+    assert opt.last_update.run_id == ""
+    assert publisher.publish(None) is None  # a skipped step
+    assert (publisher.metrics(), log.latest()) == (metrics, 2)
+
+
+def test_a_bare_publisher_begins_a_log(runs, tmp_path):
+    # The two lines of the README: no optimizer, no manifest.
+    run = runs["fp32"]
+    log = DirectoryLog(tmp_path / "updates")
+    publisher = Publisher(log)
+    for update in run.updates:
+        publisher.publish(replace(update, run_id="", weights_digest=None))
+    assert log.latest() == 6
+    assert log.manifest.run_id and log.manifest.base.digest is None
+    again = Publisher(DirectoryLog(log.path))
+    with pytest.raises(SyncError, match="belongs to run 'another'"):
+        again.publish(PolicyUpdate(6, 7, 0, 6, {}, {}, "another"))
+
+
+def test_publishing_can_be_repeated_after_a_full_disk(make_lm, token_ids, tmp_path, monkeypatch):
+    # Catches a retry that is refused as a duplicate, and an anchor that is forgotten because the update was there.
+    log = DirectoryLog(tmp_path / "updates")
+    opt, publisher, _ = train(make_lm(), token_ids, make_publisher, 2, log)
+    logits = opt.model(token_ids)
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), token_ids.flatten()).backward()
+    opt.step()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("logra.sync.anchor.save_file", full)
+        with pytest.raises(SyncError, match="free some space"):
+            publisher.publish(opt.last_update)
+    assert (log.latest(), log.latest_anchor(3)) == (3, None)
+    publisher.publish(opt.last_update)
+    assert (log.latest(), log.latest_anchor(3)) == (3, 3)
+    assert publisher.metrics()["sync/version"] == 3
+
+
+def test_a_log_that_is_ahead_of_the_optimizer_is_refused(make_lm, token_ids, tmp_path):
+    log = DirectoryLog(tmp_path / "updates")
+    opt, publisher, _ = train(make_lm(), token_ids, make_publisher, 2, log)
+    Publisher(DirectoryLog(log.path), opt)  # resumed where the log ends
+    with pytest.raises(SyncError, match="the log is at version 2, the optimizer at 0"):
+        Publisher(DirectoryLog(log.path), SketchOptimizer(make_lm(), target_modules=PATTERNS))
+    with pytest.raises(SyncError, match="before the next step"):
+        publisher.publish(replace(opt.last_update, base_version=2, version=3))
+
+
+def test_settings_that_cannot_work_are_refused(tmp_path):
+    log = DirectoryLog(tmp_path / "updates")
+    for settings in ({"digest_every": 5}, {"anchor_every": 5}, {"digest_every": -1}, {"anchor_every": -1}):
+        with pytest.raises(SyncError, match="digest_every="):
+            Publisher(log, **settings)
+
+    class NoAnchors:
+        manifest = None
+
+    with pytest.raises(SyncError, match="NoAnchors holds no anchors"):
+        Publisher(NoAnchors(), object(), anchor_every=5)  # pyright: ignore[reportArgumentType]
+
+
+def test_anchors_hold_what_a_frozen_run_changes(make_lm):
+    opt = SketchOptimizer(make_lm(), target_modules=PATTERNS, non_target="freeze")
+    assert changeable_weights(opt).keys() == {target.fqn for target in opt.targets}

@@ -125,6 +125,17 @@ def test_a_zero_gradient_does_not_ask_the_policy(tiny_lm, token_ids):
     assert policy.proposed == []
 
 
+def test_the_first_step_of_a_warm_up_is_not_priced(tiny_lm, token_ids):
+    """Its learning rate is 0: a real trust region refuses to price a change that is zero."""
+    opt = build(tiny_lm, logra.TrustRegion())
+    opt.param_groups[0]["lr"] = 0.0
+    before = copy.deepcopy(tiny_lm.state_dict())
+    backward(tiny_lm, token_ids)
+    opt.step()
+    assert (opt.last_skip, opt.version) == (None, 1)
+    assert all(torch.equal(before[name], value) for name, value in tiny_lm.state_dict().items())
+
+
 def test_set_probe_without_trust_is_an_error(tiny_lm, token_ids):
     opt = logra.SketchOptimizer(tiny_lm, target_modules=TARGETS)
     with pytest.raises(ConfigError, match="needs a trust region"):

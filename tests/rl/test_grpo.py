@@ -168,3 +168,21 @@ def test_samples_come_from_as_many_groups_as_possible(make_trainer):
     assert samples[0][0] != samples[1][0]
     assert len(trainer.spread_samples(100)) == 8
     assert trainer.spread_samples(0) == []
+
+
+def test_evaluation_has_metrics_of_its_own(model, tokenizer, dataset, make_args):
+    def spread(completions, **_):
+        return [float(i % 2) for i in range(len(completions))]
+
+    trainer = CheckedGRPOTrainer(
+        model=model,
+        reward_funcs=spread,
+        args=make_args(per_device_eval_batch_size=4, num_generations_eval=2),
+        train_dataset=dataset,
+        eval_dataset=dataset.select(range(4)),
+        processing_class=tokenizer,
+    )
+    metrics = trainer.evaluate()
+    assert metrics["eval_reward/mean"] == 0.5
+    assert metrics["eval_reward/frac_zero_std"] == 0.0
+    assert metrics["eval_policy/entropy"] > 0

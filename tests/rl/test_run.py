@@ -2,6 +2,8 @@
 
 import io
 import json
+import math
+import socket
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import yaml
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import logra
 from logra.errors import ConfigError, DataError
 from logra.rl.config import LossConfig, RolloutConfig, RunConfig, TrainConfig, preset
 from logra.rl.run import train
@@ -107,6 +110,27 @@ def test_every_method_saves_the_policy_it_trained(run, method, tokenizer):
     assert f"Method {method}: " in shown
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"logra": logra.Config(lr=1e-4, rank=4, weight_storage="split32")},
+        {"logra": logra.Config(lr=1e-4, rank=4, non_target="adamw")},
+        {"use_trust": False},
+        {"run": RunConfig(num_steps=3, device="cpu", precision="bf16")},
+        {"run": RunConfig(num_steps=3, device="cpu", lr_schedule="cosine")},
+        {"run": RunConfig(num_steps=3, device="cpu", num_threads=1, num_logged_samples=0)},
+        {"loss": LossConfig(beta=0.1, loss_type="grpo", scale_rewards="batch", micro_batch_size=8)},
+    ],
+    ids=lambda settings: str(next(iter(settings))),
+)
+def test_options_train(run, settings):
+    # Catches an option that is accepted and then breaks, or stops, the steps.
+    outcome, _ = run(num_heldout=0, **settings)
+    steps = records(outcome.folder / "metrics.jsonl")
+    assert steps[-1]["sync/version"] == 3
+    assert all(math.isfinite(step["reward/mean"]) for step in steps)
+
+
 def test_all_methods_start_from_the_same_rollout(run):
     firsts = []
     for method in ("logra", "adamw", "lora"):
@@ -167,6 +191,16 @@ def test_problems_are_found_before_the_model_loads(run, tmp_path, monkeypatch):
         run(rollout=RolloutConfig(num_prompts=18, num_samples=4))
     # A task that cannot be used leaves no folder behind.
     assert not (tmp_path / "run").exists()
+
+
+def test_nothing_is_fetched_for_a_local_model(run, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    for method in ("logra", "lora"):
+        run(method, method=method)
 
 
 @pytest.mark.parametrize("location", ["./nowhere", "/nowhere/at/all", "a/b/c", "nowhere"])

@@ -37,6 +37,6 @@ def test_killed_at_random_moments(tmp_path):
     for report in kills:
         assert report["killed"] and report["good"]
         assert report["acknowledged"] <= report["latest"] <= report["acknowledged"] + 1
-    assert kills[-1]["latest"] > 25  # it did write meanwhile
+    assert kills[-1]["acknowledged"] > 0  # it did write meanwhile
     log = DirectoryLog(tmp_path / "log")
     assert [update.version for update in log.read_since(0)] == list(range(1, log.latest() + 1))

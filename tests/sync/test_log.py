@@ -155,6 +155,14 @@ def test_renamed_files_are_found(run, log):
         log.read(2)
 
 
+def test_files_of_another_run_are_found(run, log):
+    # Catches a reader that trusts the folder: a packet that is whole, in its place, and of another run.
+    for name, value in (("run_id", "other"), ("seed", run.seed + 1)):
+        (log.path / "000000000002.update").write_bytes(replace(run.updates[1], **{name: value}).to_bytes())
+        with pytest.raises(PacketError, match=f"version 2: {name} is"):
+            log.read(2)
+
+
 # ---- the file system fails
 
 

@@ -260,7 +260,8 @@ class SketchOptimizer(torch.optim.Optimizer):
     ) -> dict[str, LowRankUpdate] | None:
         """Steps 4 and 5. None if the trust region rejects the step."""
         trust = self.config.trust
-        if trust is None:
+        if trust is None or scale == 0:
+            # A learning rate of 0 (the first step of a warm-up) moves no weight: there is nothing to price.
             return self._round(proposals, scale, decay, attempt=0)
         if self._probe is None:
             raise ProbeError("the trust region needs a probe: call set_probe(...) before every step()")

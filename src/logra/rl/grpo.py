@@ -60,8 +60,9 @@ class CheckedGRPOTrainer(TRLTrainer):
         )
         if self._buffered_inputs is held or not (self._shares_prompts and accumulated_as_one):
             return inputs
-        self._buffered_inputs = order_by_prompt(self._buffered_inputs)
-        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+        buffered: Any = order_by_prompt(self._buffered_inputs)
+        self._buffered_inputs = buffered
+        return buffered[self._step % len(buffered)]
 
     def _generate_single_turn(self, prompt_ids: Any, images: Any, multimodal_fields: Any, *args: Any, **kw: Any) -> Any:
         shares = self._shares_prompts and not images and not multimodal_fields and not self.use_vllm

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "default_run.json"
-BUDGET = ["--trust.kl-budget", "0.02", "--trust.kl-budget-final", "0.01", "--trust.schedule-steps", "15"]
+BUDGET = ["--trust.kl-budget", "0.03", "--trust.kl-budget-final", "0.01", "--trust.schedule-steps", "15"]
 ARMS: dict[str, tuple[str, list[str]]] = {
     "logra": ("`logra` (two-sided, spectral, momentum 0.9, rank 32)", ["--method", "logra"]),
     "adamw": ("dense AdamW, lr 3e-5", ["--method", "adamw"]),

@@ -98,4 +98,4 @@ def test_the_plain_form_holds_no_objects():
     check(plain)
     assert plain["run"]["report_to"] == ["trackio"]
     assert "trust" not in plain["logra"]
-    assert plain["trust"]["kl_budget"] == 0.02
+    assert plain["trust"]["kl_budget"] == 0.03

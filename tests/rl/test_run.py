@@ -67,7 +67,9 @@ def test_files_and_results(run):
     assert not {"reward", "entropy", "epoch"} & metrics[0].keys()
     samples = records(folder / "samples.jsonl")
     assert [sample["step"] for sample in samples] == [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
-    assert samples[0].keys() == {"step", "prompt", "completion", "reward"}
+    assert samples[0].keys() == {"step", "policy_version", "prompt", "completion", "reward"}
+    # Catches the version after the step in the place of the version that sampled.
+    assert [sample["policy_version"] for sample in samples[::4]] == [0, 1, 2]
     results = json.loads((folder / "results.json").read_text())
     assert results == json.loads(json.dumps(outcome.results))
     rewards = [entry["reward/mean"] for entry in metrics]
@@ -135,7 +137,10 @@ def test_all_methods_start_from_the_same_rollout(run):
     firsts = []
     for method in ("logra", "adamw", "lora"):
         outcome, _ = run(method, method=method, num_heldout=0)
-        firsts.append([sample for sample in records(outcome.folder / "samples.jsonl") if sample["step"] == 1])
+        samples = [sample for sample in records(outcome.folder / "samples.jsonl") if sample["step"] == 1]
+        for sample in samples:
+            sample.pop("policy_version", None)  # baselines have none
+        firsts.append(samples)
         metrics = records(outcome.folder / "metrics.jsonl")[0]
         assert {"reward/mean", "policy/entropy", "time/rollout_s", "memory/peak_bytes", "optim/grad_norm"} <= (
             metrics.keys()

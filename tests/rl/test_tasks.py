@@ -54,8 +54,8 @@ def test_the_split_depends_on_the_seed_alone():
 
 def test_prompts_are_short_conversations():
     row = load_task("chain_sum").train[0]
-    system, user = row["prompt"]
-    assert system["role"] == "system"
+    (user,) = row["prompt"]
+    assert user["role"] == "user"
     assert user["content"].endswith(" = ?")
     expression = user["content"].removesuffix(" = ?")
     assert int(row["answer"]) == eval(expression)

@@ -33,8 +33,20 @@ class RolloutConfig:
     """Longest completion, tokens."""
     temperature: float = 1.0
     """Sampling temperature, above 0."""
+    engine: Literal["transformers", "vllm", "vllm_server"] = "transformers"
+    """What samples: the model itself, a vLLM engine in this process, or a running `vllm serve` (see docs/vllm.md)."""
+    server_url: str | None = None
+    """Address of the server, for engine vllm_server; null is http://127.0.0.1:8000."""
 
     def __post_init__(self) -> None:
+        engines = get_args(type(self).__annotations__["engine"])
+        _require(self.engine in engines, "rollout.engine", self.engine, f"one of {', '.join(engines)}")
+        _require(
+            self.server_url is None or self.engine == "vllm_server",
+            "rollout.server_url",
+            self.server_url,
+            "has an effect with rollout.engine=vllm_server only",
+        )
         _require(self.num_prompts >= 1, "rollout.num_prompts", self.num_prompts, "at least 1 prompt per step")
         _require(self.num_samples >= 2, "rollout.num_samples", self.num_samples, "a group needs at least 2 samples")
         _require(self.max_new_tokens >= 1, "rollout.max_new_tokens", self.max_new_tokens, "at least 1 token")
@@ -133,7 +145,7 @@ class RunConfig:
 
 
 def _demo_trust() -> TrustRegion:
-    return TrustRegion(kl_budget=0.02, kl_budget_final=0.01, schedule_steps=15)
+    return TrustRegion(kl_budget=0.03, kl_budget_final=0.01, schedule_steps=15)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +184,11 @@ class TrainConfig:
         _require(self.num_heldout >= 0, "num_heldout", self.num_heldout, "at least 0 problems")
         if self.logra.trust is not None:
             raise ConfigError("logra.trust: set the trust region in the group trust")
+        if self.rollout.engine != "transformers" and self.method not in ("logra", "paper"):
+            raise ConfigError(
+                f"rollout.engine={self.rollout.engine!r}: method={self.method} makes no updates that an engine could "
+                f"follow; allowed is transformers"
+            )
         completions, micro = self.rollout.num_completions, self.loss.micro_batch_size
         if completions % micro:
             raise ConfigError(

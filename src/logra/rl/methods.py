@@ -110,8 +110,23 @@ def trl_arguments(config: TrainConfig) -> GRPOConfig:
         save_strategy="no",
         logging_steps=1,
         disable_tqdm=True,
+        **_engine_arguments(config),
         **_optimizer_arguments(config),
     )
+
+
+def _engine_arguments(config: TrainConfig) -> dict[str, Any]:
+    """What samples, in TRL's terms."""
+    rollout = config.rollout
+    if rollout.engine == "transformers":
+        return {}
+    if rollout.engine == "vllm":
+        return {"use_vllm": True, "vllm_mode": "colocate"}
+    return {
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "vllm_server_base_url": rollout.server_url or "http://127.0.0.1:8000",
+    }
 
 
 def _with_warmup(config: TrainConfig) -> str:

@@ -24,6 +24,10 @@ DIAGNOSTIC_NAMES = {
 """Keys of `SketchOptimizer.diagnostics()` and the metrics they are logged as."""
 
 
+ROLLOUT_VERSION = "sync/rollout_version"
+"""Metric that says which policy version sampled the completions of a step."""
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Most memory held so far: by torch's allocator on CUDA, by the whole process (resident set) elsewhere."""
     if device.type == "cuda":

@@ -12,6 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from logra.hashing import derive_key
 from logra.rl.display import Display
+from logra.rl.metrics import ROLLOUT_VERSION
 from logra.rl.rewards import completion_text
 from logra.rl.run_folder import RunFolder
 
@@ -52,10 +53,13 @@ class StepRecorder(TrainerCallback):
         }
         self.steps.append(metrics)
         self._folder.add_metrics(metrics)
+        # Baselines have no policy versions.
+        version = {"policy_version": int(metrics[ROLLOUT_VERSION])} if ROLLOUT_VERSION in metrics else {}
         for prompt, completion, reward in self._take_samples():
             self._folder.add_sample(
                 {
                     "step": state.global_step,
+                    **version,
                     "prompt": prompt,
                     "completion": completion_text(completion),
                     "reward": None if math.isnan(reward) else reward,

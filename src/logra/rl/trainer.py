@@ -21,8 +21,9 @@ from trl.trainer.grpo_trainer import GRPOTrainer as TRLTrainer
 from logra.errors import ConfigError
 from logra.optim import Config, SketchOptimizer
 from logra.rl.grpo import CheckedGRPOTrainer
-from logra.rl.metrics import optimizer_metrics
+from logra.rl.metrics import ROLLOUT_VERSION, optimizer_metrics
 from logra.rl.probe_window import ProbeWindow, TimedTrust
+from logra.rl.rollout import delivery_metrics, rollout_engine
 
 
 class GRPOTrainer(CheckedGRPOTrainer):
@@ -50,12 +51,15 @@ class GRPOTrainer(CheckedGRPOTrainer):
         given = inspect.signature(TRLTrainer.__init__).bind(self, *args, **kwargs).arguments
         arguments: GRPOConfig | None = given.get("args")
         _refuse_arguments(arguments, given, logra)
-        super().__init__(*args, **kwargs)
+        with rollout_engine(arguments):
+            super().__init__(*args, **kwargs)
         _refuse_accelerator(self)
         _warn_of_ignored(self.args)
         self._config = self._resolve(logra or Config())
         self._window = ProbeWindow()
         self._mismatch: float | None = None
+        if self.use_vllm:
+            self._engine.follow(self._built_optimizer)
 
     def _resolve(self, config: Config) -> Config:
         """`config` with TRL's gradient clipping where it sets none, and a clock around its trust region."""
@@ -81,6 +85,15 @@ class GRPOTrainer(CheckedGRPOTrainer):
             self.optimizer = SketchOptimizer(self.model if model is None else model, self._config)
         return self.optimizer
 
+    def _built_optimizer(self) -> SketchOptimizer:
+        self.create_optimizer()
+        return self.sketch_optimizer
+
+    @property
+    def _engine(self) -> Any:
+        """What samples in the place of the model, see `logra.rl.rollout`."""
+        return self.vllm_generation
+
     def _clip_grad_norm(self, model: nn.Module) -> Tensor | None:
         return None
 
@@ -89,6 +102,16 @@ class GRPOTrainer(CheckedGRPOTrainer):
         return None
 
     # --- the step ---
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._generate_single_turn(*args, **kwargs)
+        if self.model.training:
+            version = self._engine.sampled_version if self.use_vllm else self.sketch_optimizer.version
+            metrics = delivery_metrics(self._engine) if self.use_vllm else {}
+            if version is not None:
+                metrics[ROLLOUT_VERSION] = float(version)
+            self._record(metrics)
+        return result
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -119,7 +142,10 @@ class GRPOTrainer(CheckedGRPOTrainer):
             metrics["time/probe_s"] = optimizer.config.trust.seconds
         if self._mismatch is not None:
             metrics["trust/mismatch"] = self._mismatch
-        metrics["sync/bytes"] = float(optimizer.last_update.num_bytes if optimizer.last_update else 0)
+        if self.use_vllm:
+            self._engine.add(optimizer.last_update)
+        else:
+            metrics["sync/bytes"] = float(optimizer.last_update.num_bytes if optimizer.last_update else 0)
         self._record(metrics)
 
     def _on_step_end(self) -> None:

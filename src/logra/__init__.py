@@ -1,14 +1,26 @@
 """Reinforcement learning of the full weights of language models from low-rank gradient sketches.
 
-`SketchOptimizer` is the entry point; `logra.rl.GRPOTrainer` the drop-in for TRL's. Importing `logra` needs torch alone.
+`SketchOptimizer` is the entry point; `logra.rl.GRPOTrainer` the drop-in for TRL's. Importing `logra` needs none of
+the RL libraries.
 """
 
+from logra import sync
 from logra.errors import LograError
 from logra.optim import Config, SketchOptimizer
-
+from logra.sketch import detach
 from logra.trust import TrustRegion
 from logra.update import LowRankUpdate, PolicyUpdate
 
 __version__ = "0.1.0"
 
-__all__ = ["Config", "LograError", "LowRankUpdate", "PolicyUpdate", "SketchOptimizer", "TrustRegion", "__version__"]
+__all__ = [
+    "Config",
+    "LograError",
+    "LowRankUpdate",
+    "PolicyUpdate",
+    "SketchOptimizer",
+    "TrustRegion",
+    "__version__",
+    "detach",
+    "sync",
+]

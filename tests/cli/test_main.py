@@ -50,13 +50,35 @@ def test_errors_are_one_line_and_exit_code_2(arguments, message, capsys, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--output-dir", "x", "--no-such-flag", "1"], ["--output-dir", "x", "--run.seed", "a"]]
+    "arguments",
+    [
+        [],
+        ["--output-dir", "x", "--no-such-flag", "1"],
+        ["--output-dir", "x", "--run.seed", "a"],
+        ["--output-dir", "x", "--loss.loss-type", "dapoo"],
+    ],
 )
 def test_the_parser_refuses(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["train", *arguments])
     assert stop.value.code == 2
     assert "error" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_one_line_and_exit_code_1(monkeypatch, capsys):
+    def interrupted(config):
+        raise KeyboardInterrupt("x holds config.yaml: no model was saved.")
+
+    monkeypatch.setattr("logra.rl.run.train", interrupted)
+    assert main(["train", "--output-dir", "x"]) == 1
+    assert capsys.readouterr().err == "logra train: interrupted. x holds config.yaml: no model was saved.\n"
+
+
+def test_a_missing_package_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "jsonargparse", None)
+    monkeypatch.delitem(sys.modules, "logra.cli.train", raising=False)
+    assert main(["train", "--output-dir", "x"]) == 2
+    assert "needs the package jsonargparse: pip install 'logra[rl]'" in capsys.readouterr().err
 
 
 def test_help_and_errors_do_not_wait_for_trl():

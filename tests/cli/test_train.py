@@ -5,6 +5,7 @@ import yaml
 
 import logra
 from logra.cli.train import parse
+from logra.errors import ConfigError
 from logra.rl.config import TrainConfig, preset, to_dict
 
 BASE = ["--output-dir", "x"]
@@ -68,12 +69,36 @@ def test_a_file_sits_between_preset_and_flags(tmp_path):
     assert config.run.num_steps == 3
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"method: paper\nlogra:\n  rank: [1\nrun: 3\n", "bad.yaml', line 4: not YAML"),
+        (b"\xff\xfe", "cannot be read"),
+        (b"- 1\n", "holds a list"),
+        (b"", "holds nothing"),
+        (b"method: [1]\n", "one of logra, paper"),
+        (b"rollout: 5\n", "rollout=5, but rollout is a group"),
+        (b"logra: [1]\n", "logra=[1], but logra is a group"),
+        (b"trust:\n", "trust=None, but trust is a group"),
+    ],
+)
+def test_a_file_that_is_no_configuration(tmp_path, content, message):
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        parse([*BASE, "--config", str(path)])
+    assert message in str(caught.value)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        parse([*BASE, "--config", str(tmp_path / "missing.yaml")])
+
+
 @pytest.mark.parametrize("method", ["logra", "adamw"])
 def test_a_written_configuration_is_read_back(tmp_path, method):
     from logra.rl.run_folder import RunFolder
 
     original = parse([*BASE, "--method", method, "--rollout.temperature", "0.5", "--task-options.min_terms", "3"])
     folder = RunFolder(tmp_path / "run")
+    folder.create()
     folder.write_config(original)
     again = parse(["--config", str(folder.config)])
     assert to_dict(again) == to_dict(original)
@@ -90,3 +115,33 @@ def test_help_shows_defaults_and_units(capsys):
     # The defaults shown are those of the method asked for.
     assert f"default: {logra.Config.paper().rank})" in shown
     assert "--logra.trust" not in shown
+
+
+@pytest.mark.parametrize("flag", ["--metho", "--conf", "--logra.ran"])
+def test_flags_are_not_abbreviated(flag, tmp_path):
+    """Fails if an abbreviation sets the method where the preset is not looked for: the default one ran by its name."""
+    path = tmp_path / "run.yaml"
+    path.write_text("method: paper\n")
+    value = {"--metho": "paper", "--conf": str(path), "--logra.ran": "8"}[flag]
+    with pytest.raises(SystemExit) as stop:
+        parse([*BASE, flag, value])
+    assert stop.value.code == 2
+
+
+def test_the_preset_is_that_of_the_last_file_with_a_method(tmp_path):
+    paths = [tmp_path / f"{name}.yaml" for name in ("first", "second", "third")]
+    for path, content in zip(paths, ("method: adamw\n", "method: paper\n", "run: {num_steps: 4}\n"), strict=True):
+        path.write_text(content)
+    config = parse([*BASE, *(f"--config={path}" for path in paths)])
+    assert config.method == "paper"
+    assert to_dict(config.logra) == to_dict(preset("paper")["logra"])
+    assert config.run.num_steps == 4
+    flagged = parse([*BASE, "--method", "logra", *(f"--config={path}" for path in paths[1:])])
+    assert flagged.method == "logra"
+    assert to_dict(flagged.logra) == to_dict(preset("logra")["logra"])
+
+
+def test_flags_override_a_file_that_follows(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("logra: {rank: 16}\n")
+    assert parse([*BASE, "--logra.rank", "8", "--config", str(path)]).logra.rank == 8

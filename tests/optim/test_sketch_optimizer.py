@@ -126,6 +126,13 @@ def test_micro_batches_equal_one_batch(make_lm, token_ids, settings):
         other = opt_parts._capture.sketches()[fqn]
         for a, b in zip(sketch.tensors(), other.tensors(), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=2e-6 * a.abs().max().item())
+    opt_whole.step()
+    opt_parts.step()
+    for fqn, update in opt_whole.last_update.weights.items():
+        # Equal up to the rare integer whose rounding the difference tips over.
+        other = opt_parts.last_update.weights[fqn].dense()
+        assert (update.dense() != other).float().mean() < 0.2
+        assert F.cosine_similarity(update.dense().flatten(), other.flatten(), dim=0) > 0.99
 
 
 def test_gradient_norm_of_two_sided_is_that_of_the_recovered_gradient(tiny_lm, token_ids):
@@ -135,7 +142,7 @@ def test_gradient_norm_of_two_sided_is_that_of_the_recovered_gradient(tiny_lm, t
     loss_of(tiny_lm, token_ids).backward()
     squares = 0.0
     for target in opt.targets:
-        a = opt._capture.shared_input(target.fqn).signs().matrix(8, target.in_features)
+        a = opt._capture.in_signs(target.fqn).matrix(8, target.in_features)
         b = opt._capture.out_signs(target.fqn).matrix(16, target.out_features)
         grad = dense.get_parameter(target.fqn).grad
         recovered = reference.recover(reference.sketch_in(grad, a), reference.sketch_out(grad, b), b)
@@ -156,7 +163,7 @@ def test_gradient_norm_of_one_sided_is_that_of_its_unbiased_estimate(tiny_lm, to
     for target in opt.targets:
         grad = dense.get_parameter(target.fqn).grad
         if side == "in":
-            a = opt._capture.shared_input(target.fqn).signs().matrix(8, target.in_features).double()
+            a = opt._capture.in_signs(target.fqn).matrix(8, target.in_features).double()
             squares += (grad @ a.T @ a / 8).square().sum().item()
         else:
             b = opt._capture.out_signs(target.fqn).matrix(8, target.out_features).double()
@@ -312,7 +319,8 @@ def test_closure(tiny_lm, token_ids):
         loss.backward()
         return loss.item()
 
-    assert opt.step(closure) == pytest.approx(loss_of(tiny_lm, token_ids).item(), abs=0.5)
+    before = loss_of(tiny_lm, token_ids).item()
+    assert opt.step(closure) == before
     assert opt.version == 1
 
 
@@ -360,6 +368,184 @@ def test_a_weight_used_past_its_module_is_an_error(tiny_lm, token_ids):
         opt.step()
 
 
+def test_a_backward_after_clipping_is_an_error(tiny_lm, token_ids):
+    """clip_grad_norm_ has recovered the gradient: what comes later would be left out in silence."""
+    opt = build(tiny_lm)
+    loss_of(tiny_lm, token_ids).backward()
+    opt.clip_grad_norm_(1.0)
+    with pytest.raises(CaptureError, match="recovered by clip_grad_norm_"):
+        loss_of(tiny_lm, token_ids).backward()
+
+
+def test_zero_grad_between_forward_and_backward(tiny_lm, token_ids):
+    """A usual order; zero_grad drops what has accumulated and leaves the projections alone."""
+    opt = build(tiny_lm)
+    loss_of(tiny_lm, token_ids, 50.0).backward()
+    loss = loss_of(tiny_lm, token_ids)
+    opt.zero_grad()
+    loss.backward()
+    norm = opt.clip_grad_norm_(1e9).item()
+    opt.zero_grad()
+    loss_of(tiny_lm, token_ids).backward()
+    assert opt.clip_grad_norm_(1e9).item() == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"input_scaling": True}, {"input_scaling": True, "direction": "factored"}])
+def test_momentum_keeps_its_meaning_when_input_scales_change(tiny_lm, token_ids, settings):
+    """M is kept of G diag(s): without the change of scales it would be a sum of two different gradients."""
+    opt = build(tiny_lm, rank=32, **settings)  # the rank of 44 predictions at most: nothing is cut off
+    gradients = []
+    for _ in range(3):
+        dense = copy.deepcopy(tiny_lm).double()
+        loss_of(dense, token_ids).backward()
+        gradients.append(dense.layers[0].q_proj.weight.grad)
+        train(tiny_lm, opt, token_ids)
+    state = opt.state[tiny_lm.layers[0].q_proj.weight]
+    scales = torch.ldexp(torch.ones(40), state["moment_exponents"]).double()
+    momentum = state["momentum_out"] @ state["momentum_in"]
+    expected = sum(0.1 * 0.9 ** (2 - i) * gradient for i, gradient in enumerate(gradients)) * scales
+    assert len(set(scales.tolist())) > 1
+    error = (momentum.double() - expected).norm() / expected.norm()
+    assert error < 0.05
+
+
+def test_input_moments_are_those_of_the_tensor_a_target_reads(make_lm, token_ids):
+    """Fails if o_proj, of the same parent and width as q_proj but with another input, shares its moments."""
+    model = make_lm(width=40, inner=40)
+    opt = build(model, input_scaling=True)
+    seen = {}
+
+    def remember(name):
+        def hook(module, args):
+            seen.setdefault(name, args[0].detach())
+
+        return hook
+
+    model.layers[0].o_proj.register_forward_pre_hook(remember("o"))
+    model.layers[0].q_proj.register_forward_pre_hook(remember("q"))
+    train(model, opt, token_ids)
+    for name, module in (("o", model.layers[0].o_proj), ("q", model.layers[0].q_proj)):
+        expected = seen[name].reshape(-1, 40).square().mean(0)
+        torch.testing.assert_close(opt.state[module.weight]["input_second_moment"], expected)
+    # q and k read one tensor: equal scales, one projection.
+    q, k = (opt._capture.exponents(f"layers.0.{name}_proj.weight") for name in "qk")
+    assert q is k
+
+
+@pytest.mark.parametrize("changed", [{"seed": 12}, {"rank": 4}, {"direction": "factored"}, {"momentum": 0.0}])
+def test_state_of_other_settings_is_refused_by_name(make_lm, token_ids, changed):
+    model = make_lm()
+    opt = build(model)
+    train(model, opt, token_ids)
+    settings = {"lr": 0.02, "rank": 8, "target_modules": TARGETS, "seed": 11} | changed
+    other = logra.SketchOptimizer(make_lm(), **settings)
+    with pytest.raises(ConfigError, match=r"seed=|rank=|direction=|has_momentum="):
+        other.load_state_dict(opt.state_dict())
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"param_groups": []}, torch.optim.SGD([nn.Parameter(torch.zeros(2))]).state_dict()]
+)
+def test_another_kind_of_state_is_refused(tiny_lm, state):
+    with pytest.raises(ConfigError, match="not saved by a SketchOptimizer"):
+        build(tiny_lm).load_state_dict(state)
+
+
+def test_frozen_weights_stay_frozen(tiny_lm, token_ids):
+    tiny_lm.layers[0].requires_grad_(False)
+    before = weights(tiny_lm)
+    opt = build(tiny_lm)
+    tiny_lm.layers[1].q_proj.weight.requires_grad_(False)  # frozen after the optimizer was built
+    train(tiny_lm, opt, token_ids)
+    assert {fqn.split(".")[1] for fqn in opt.last_update.weights} == {"1"}
+    assert "layers.1.q_proj.weight" not in opt.last_update.weights
+    assert all(
+        torch.equal(before[name], p) for name, p in tiny_lm.named_parameters() if name not in opt.last_update.weights
+    )
+
+
+def test_detach_gives_the_model_back_as_it_was(tiny_lm, token_ids):
+    opt = build(tiny_lm)
+    opt.detach()
+    second = build(tiny_lm)
+    opt.detach()  # the second optimizer's capture is not the first one's to remove
+    train(tiny_lm, second, token_ids)
+    assert second.version == 1
+    del second
+    logra.detach(tiny_lm)
+    assert all(parameter.requires_grad for parameter in tiny_lm.parameters())
+    loss_of(tiny_lm, token_ids).backward()
+    assert tiny_lm.layers[0].q_proj.weight.grad is not None
+    with pytest.raises(ConfigError, match="was detached"):
+        opt.step()
+
+
+def test_a_replaced_parameter_is_an_error(tiny_lm, token_ids):
+    build(tiny_lm)
+    tiny_lm.load_state_dict({name: value.clone() for name, value in tiny_lm.state_dict().items()}, assign=True)
+    with pytest.raises(CaptureError, match="not the parameter that the optimizer was built on"):
+        loss_of(tiny_lm, token_ids)
+
+
+def test_a_target_without_tokens_keeps_its_scales(tiny_lm, token_ids):
+    """0 / 0 in its input moments would stop it for good."""
+    opt = build(tiny_lm, input_scaling=True)
+    nn.functional.cross_entropy(
+        tiny_lm.lm_head(tiny_lm.layers[1](tiny_lm.embed(token_ids))).flatten(0, 1), token_ids.flatten()
+    ).backward()
+    opt.step()
+    before = weights(tiny_lm)
+    train(tiny_lm, opt, token_ids, steps=2)
+    assert all(torch.isfinite(parameter).all() for parameter in tiny_lm.parameters())
+    assert not torch.equal(before["layers.0.q_proj.weight"], tiny_lm.layers[0].q_proj.weight)
+
+
+@pytest.mark.parametrize("weight", [1e-18, 1e20])
+def test_gradients_outside_the_squares_of_fp32(make_lm, token_ids, weight):
+    """Their squares are 0 or infinite in fp32: the step would be skipped as empty or as not finite."""
+    model = make_lm()
+    opt = build(model)
+    loss_of(model, token_ids, weight).backward()
+    opt.step()
+    assert opt.last_skip is None
+    assert opt.diagnostics()["grad_norm"] > 0
+
+
+def test_weights_that_no_relative_step_can_move_are_an_error(tiny_lm, token_ids):
+    opt = build(tiny_lm)
+    loss_of(tiny_lm, token_ids).backward()
+    with torch.no_grad():
+        for target in opt.targets:
+            target.parameter.zero_()
+    with pytest.raises(logra.LograError, match="weights of all targets are zero"):
+        opt.step()
+    with torch.no_grad():
+        opt.targets[0].parameter.fill_(float("nan"))
+    with pytest.raises(logra.LograError, match=r"layers.0.q_proj.weight are not finite"):
+        opt.step()
+
+
+@pytest.mark.parametrize("lr", [-1.0, float("nan"), float("inf")])
+def test_a_learning_rate_that_a_scheduler_broke_is_an_error(tiny_lm, token_ids, lr):
+    opt = build(tiny_lm)
+    opt.param_groups[0]["lr"] = lr
+    loss_of(tiny_lm, token_ids).backward()
+    with pytest.raises(ConfigError, match="finite and at least 0"):
+        opt.step()
+
+
+def test_wrong_arguments_are_named(tiny_lm):
+    with pytest.raises(ConfigError, match="not its parameters"):
+        logra.SketchOptimizer(tiny_lm.parameters())
+    with pytest.raises(ConfigError, match=r"config is a float"):
+        logra.SketchOptimizer(tiny_lm, 1e-3)
+
+
+def test_bf16_non_targets_are_refused(make_lm):
+    with pytest.raises(ConfigError, match=r"'embed.weight' is torch.bfloat16"):
+        build(make_lm().bfloat16(), weight_storage="split32", non_target="adamw")
+
+
 def test_add_param_group_is_refused(tiny_lm):
     with pytest.raises(ConfigError, match="add_param_group"):
         build(tiny_lm).add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
@@ -380,8 +566,12 @@ def test_add_param_group_is_refused(tiny_lm):
         ({"factor_bits": 3}, "factor_bits=3"),
         ({"refresh_every": 0}, "refresh_every=0"),
         ({"weight_decay": -1.0}, "weight_decay=-1.0"),
+        ({"weight_decay": 50.0, "lr": 0.01, "trust": logra.TrustRegion(alpha_max=3.0)}, "weight_decay=50.0"),
         ({"max_grad_norm": 0.0}, "max_grad_norm=0.0"),
         ({"seed": -1}, "seed=-1"),
+        ({"momentum": "0.9"}, "momentum='0.9'"),
+        ({"target_modules": 3}, "target_modules=3"),
+        ({"trust": {"kl_budget": 1}}, "logra.TrustRegion"),
         ({"non_target": "sgd"}, "non_target='sgd'"),
         ({"weight_storage": "fp8"}, "weight_storage='fp8'"),
         ({"sketch": "one_sided", "direction": "factored", "momentum": 0.0}, "two_sided"),
@@ -393,7 +583,7 @@ def test_add_param_group_is_refused(tiny_lm):
 )
 def test_bad_settings_are_refused_by_name_before_the_model_is_touched(tiny_lm, bad, message):
     with pytest.raises(ConfigError, match=message):
-        logra.SketchOptimizer(tiny_lm, target_modules=TARGETS, **bad)
+        logra.SketchOptimizer(tiny_lm, **{"target_modules": TARGETS, **bad})
     assert all(parameter.requires_grad for parameter in tiny_lm.parameters())
     assert "forward" not in tiny_lm.layers[0].q_proj.__dict__
 

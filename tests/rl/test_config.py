@@ -31,12 +31,33 @@ from logra.rl.config import (
         (lambda: LossConfig(micro_batch_size=0), "loss.micro_batch_size=0"),
         (lambda: RunConfig(num_steps=0), "run.num_steps=0"),
         (lambda: RunConfig(num_threads=0), "run.num_threads=0"),
+        (lambda: RunConfig(seed=2**32), "run.seed=4294967296"),
+        (lambda: RunConfig(lr_schedule="cosin"), "run.lr_schedule='cosin': one of constant, linear, cosine"),
+        (lambda: RolloutConfig(num_prompts=2.5), "rollout.num_prompts=2.5: an integer"),
+        (lambda: RolloutConfig(temperature=float("inf")), "rollout.temperature=inf"),
+        (lambda: LossConfig(loss_type="dapoo"), "loss.loss_type='dapoo': one of dapo, grpo"),
+        (lambda: LossConfig(epsilon=float("nan")), "loss.epsilon=nan"),
+        (lambda: AdamWConfig(lr=0.0), "adamw.lr=0.0"),
+        (lambda: AdamWConfig(lr=float("inf")), "adamw.lr=inf"),
+        (lambda: AdamWConfig(weight_decay=-1.0), "adamw.weight_decay=-1.0"),
+        (lambda: AdamWConfig(max_grad_norm=-1.0), "adamw.max_grad_norm=-1.0"),
         (lambda: LoraConfig(rank=0), "lora.rank=0"),
+        (lambda: LoraConfig(alpha=0.0), "lora.alpha=0.0"),
+        (lambda: LoraConfig(lr=-1.0), "lora.lr=-1.0"),
+        (lambda: LoraConfig(max_grad_norm=float("nan")), "lora.max_grad_norm=nan"),
+        (
+            lambda: TrainConfig(output_dir="x", rollout=RolloutConfig(engine="vllm"), loss=LossConfig(loss_type="vespo")),
+            "loss.loss_type='vespo' with rollout.engine='vllm'",
+        ),
         (lambda: TrainConfig(output_dir=""), "output_dir=''"),
         (lambda: TrainConfig(output_dir="x", method="sgd"), "method='sgd'"),
         (lambda: TrainConfig(output_dir="x", num_heldout=-1), "num_heldout=-1"),
         (lambda: TrainConfig(output_dir="x", loss=LossConfig(micro_batch_size=7)), "loss.micro_batch_size=7: must divide"),
         (lambda: TrainConfig(output_dir="x", logra=logra.Config(trust=logra.TrustRegion())), "group trust"),
+        (
+            lambda: TrainConfig(output_dir="x", logra=logra.Config(weight_storage="split32", non_target="adamw")),
+            "logra.non_target='adamw' with logra.weight_storage='split32'",
+        ),
     ],
 )  # fmt: skip
 def test_values_that_are_not_allowed(build, message):
@@ -62,9 +83,18 @@ def test_settings_of_a_method_that_does_not_run(settings, message):
 
 
 @pytest.mark.parametrize("method", ["logra", "paper", "adamw", "lora"])
-def test_every_preset_is_a_valid_run(method):
-    config = TrainConfig(output_dir="x", method=method, **preset(method))
+def test_groups_that_are_not_given_are_those_of_the_method(method):
+    # Catches method="paper" in Python that runs with the settings of another method.
+    config = TrainConfig(output_dir="x", method=method)
+    assert {group: getattr(config, group) for group in preset(method)} == preset(method)
     assert config.rollout.num_completions == 64
+
+
+def test_a_group_that_is_given_is_kept():
+    given = preset("logra")
+    config = TrainConfig(output_dir="x", method="paper", logra=given["logra"])
+    assert config.logra == given["logra"]
+    assert config.trust == preset("paper")["trust"]
 
 
 def test_paper_preset_is_the_published_method():

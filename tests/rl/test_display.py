@@ -1,6 +1,7 @@
 """What a run shows: plain lines without a terminal, a table with one."""
 
 import io
+import re
 
 from rich.console import Console
 
@@ -55,3 +56,21 @@ def test_live_table():
     shown = output.getvalue()
     for text in ("realised KL", "0.0310", "1.50 GiB", "2/15", "said"):
         assert text in shown
+
+
+def test_a_long_run_is_no_higher_than_the_terminal():
+    """Fails for a table that outgrows the screen: lines that scrolled out are printed again with every refresh."""
+    output = io.StringIO()
+    height = 12
+    display = LiveDisplay(40, Console(file=output, width=60, height=height, force_terminal=True))
+    with display:
+        for step in range(1, 41):
+            display.add_step(METRICS | {"step": step, "reward/mean": step / 1000})
+            display._live.refresh()
+    # A frame is drawn over the one before: the cursor goes up, a line at a time.
+    ups = [run.count("\x1b[1A") for run in re.findall(r"(?:\x1b\[1A\x1b\[2K)+", output.getvalue())]
+    assert max(ups) == height - 2  # frame of 11 lines
+    for step in (1, 20, 40):
+        assert f"{step / 1000:.3f}" in output.getvalue()
+    last_frame = output.getvalue().rsplit("\x1b[1A", 1)[1]
+    assert "0.040" in last_frame and "40/40" in last_frame and "0.020" not in last_frame

@@ -8,6 +8,7 @@ import trl
 from datasets import Dataset
 
 from logra.errors import DataError
+from logra.rl import GRPOTrainer
 from logra.rl.grpo import CheckedGRPOTrainer
 
 
@@ -117,6 +118,27 @@ def test_an_empty_dataset_is_an_error(make_trainer, tokenizer):
     # TRL would train zero steps and report success.
     with pytest.raises(DataError, match="no rows"):
         make_trainer(lambda completions, **_: [0.0], rows=Dataset.from_dict({"prompt": []}))
+
+
+def test_fewer_rows_than_a_generation_takes_are_an_error_before_the_model_loads(make_args):
+    # TRL drops the incomplete batch: zero steps, reported as success.
+    rows = Dataset.from_dict({"prompt": ["a", "b", "c"]})
+    args = make_args(gradient_accumulation_steps=4)  # 4 x 4 completions, 4 of each prompt
+    for trainer_class in (CheckedGRPOTrainer, GRPOTrainer):
+        with pytest.raises(DataError, match=r"has 3 rows, but one generation takes 4 prompts"):
+            trainer_class(model="never-loaded", reward_funcs=[], args=args, train_dataset=rows)
+
+
+def test_exactly_enough_rows_train(make_trainer):
+    _, logs = run(make_trainer(lambda completions, **_: [0.0] * len(completions), rows=Dataset.from_dict(
+        {"prompt": ["1 +", "2 +"]}), max_steps=1))  # fmt: skip
+    assert len(logs) == 1
+
+
+def test_a_stream_of_unknown_length_is_not_counted(make_trainer):
+    rows = Dataset.from_dict({"prompt": ["1 +", "2 +"]}).to_iterable_dataset()
+    _, logs = run(make_trainer(lambda completions, **_: [0.0] * len(completions), rows=rows, max_steps=1))
+    assert len(logs) == 1
 
 
 def test_log_probabilities_agree_with_trl(make_trainer, tokenizer):

@@ -82,6 +82,20 @@ def test_mismatch_is_the_mean_over_generated_tokens_that_the_engine_scored():
     assert window.mismatch(0.25) == 0.25  # TRL's own generation reports nothing
 
 
+def test_log_probabilities_that_are_not_finite_do_not_end_the_run():
+    # The gradient is not finite either, so the optimizer skips the step; an error on one process would hang the others.
+    fields = {
+        "sampling_per_token_logps": torch.tensor([[-1.0, -2.0]]),
+        "old_per_token_logps": torch.tensor([[math.nan, -2.5]]),
+    }
+    window = ProbeWindow()
+    window.add(batch([[5]], [[7, 8]], **fields))
+    assert window.mismatch(None) == pytest.approx(0.5)
+    window.clear()
+    window.add(batch([[5]], [[7, 8]], **fields | {"old_per_token_logps": torch.tensor([[math.nan, -math.inf]])}))
+    assert window.mismatch(0.25) == 0.25
+
+
 def test_timed_trust_counts_seconds_and_passes_everything_on():
     class Policy:
         def predict(self, model, probe, deltas, *, step, mismatch):

@@ -48,6 +48,10 @@ def test_completion_text_reads_both_forms():
         (1.0, "returned float"),
         ("ab", "returned str"),
         (None, "returned NoneType"),
+        ({1.0: "a", 2.0: "b"}, "returned dict"),
+        ({1.0, 2.0}, "returned set"),
+        ({1.0: 0, 2.0: 0}.keys(), "returned dict_keys"),
+        (["1.0", 1.0], "returned '1.0' for completion 0"),
     ],
 )
 def test_unusable_rewards_name_the_function(values, message):
@@ -111,3 +115,17 @@ def test_groups_are_judged_one_by_one_and_in_every_column():
     rewards = torch.tensor([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [1.0, 1.0]])
     # Catches comparing over the whole batch, or only the first column.
     assert signal_free_rows(rewards, 2).tolist() == [True, True, False, False]
+
+
+def test_a_reward_function_that_raises_is_named():
+    def plain(completions, **_):
+        return {}["answer"]
+
+    async def slow(completions, **_):
+        return {}["answer"]
+
+    with pytest.raises(DataError, match="reward function 'p' raised KeyError: 'answer'") as caught:
+        checked(plain, "p")(completions=["ab"])
+    assert isinstance(caught.value.__cause__, KeyError)
+    with pytest.raises(DataError, match="reward function 's' raised KeyError: 'answer'"):
+        asyncio.run(checked(slow, "s")(completions=["ab"]))

@@ -9,10 +9,11 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import logra
-from logra.errors import ConfigError, DataError
+from logra.errors import ConfigError, DataError, TargetError
 from logra.rl.config import LossConfig, RolloutConfig, RunConfig, TrainConfig, preset
 from logra.rl.run import train
 
@@ -29,7 +30,7 @@ def reward(completions, answer, **kwargs):
 def run(tmp_path, model_folder):
     (tmp_path / "task.py").write_text(TASK)
 
-    def run(name="run", **overrides):
+    def run(name="run", console=None, **overrides):
         output = io.StringIO()
         settings = {
             "output_dir": str(tmp_path / name),
@@ -39,8 +40,7 @@ def run(tmp_path, model_folder):
             "loss": LossConfig(micro_batch_size=4),
             "run": RunConfig(num_steps=3, device="cpu"),
         } | overrides
-        settings = preset(settings.get("method", "logra")) | settings
-        outcome = train(TrainConfig(**settings), Console(file=output, width=200))
+        outcome = train(TrainConfig(**settings), console or Console(file=output, width=200))
         return outcome, output.getvalue()
 
     return run
@@ -50,6 +50,23 @@ def records(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def test_the_log_of_updates_rebuilds_every_step(run, tmp_path, model_folder):
+    """Fails if a step is not published, or published before it is merged."""
+    outcome, _ = run(run=RunConfig(num_steps=3, device="cpu", anchor_every=2))
+    log = logra.sync.DirectoryLog(outcome.folder / "updates")
+    metrics = records(outcome.folder / "metrics.jsonl")
+    assert [entry["sync/version"] for entry in metrics] == [1, 2, 3]
+    assert all(entry["sync/seconds"] > 0 for entry in metrics)
+    assert [entry["sync/bytes"] for entry in metrics] == [len(log.read_packet(version)) for version in (1, 2, 3)]
+    replica_model = AutoModelForCausalLM.from_pretrained(model_folder)
+    replica = logra.sync.Replica(replica_model, version=0)
+    replica.catch_up(log)
+    trained = AutoModelForCausalLM.from_pretrained(outcome.folder / "model")
+    assert replica.version == 3
+    assert all(torch.equal(a, b) for a, b in zip(replica_model.parameters(), trained.parameters(), strict=True))
+    assert log.latest_anchor(3) == 2
+
+
 def test_files_and_results(run):
     outcome, shown = run()
     folder = outcome.folder
@@ -57,6 +74,7 @@ def test_files_and_results(run):
         "config.yaml",
         "metrics.jsonl",
         "samples.jsonl",
+        "updates",
         "model",
         "results.json",
     }
@@ -122,6 +140,8 @@ def test_every_method_saves_the_policy_it_trained(run, method, tokenizer):
         {"run": RunConfig(num_steps=3, device="cpu", lr_schedule="cosine")},
         {"run": RunConfig(num_steps=3, device="cpu", num_threads=1, num_logged_samples=0)},
         {"loss": LossConfig(beta=0.1, loss_type="grpo", scale_rewards="batch", micro_batch_size=8)},
+        *({"loss": LossConfig(loss_type=name, micro_batch_size=4)} for name in ("bnpo", "dr_grpo", "luspo")),
+        *({"loss": LossConfig(loss_type=name, micro_batch_size=4)} for name in ("cispo", "sapo", "vespo")),
     ],
     ids=lambda settings: str(next(iter(settings))),
 )
@@ -175,13 +195,44 @@ def test_a_broken_reward_ends_the_run_with_what_was_written(run, tmp_path):
     (tmp_path / "task.py").write_text(TASK.replace("sum(", "float('inf') * sum("))
     with pytest.raises(DataError, match=r"'reward'.*must be finite"):
         run(num_heldout=0)
-    assert (tmp_path / "run" / "config.yaml").exists()
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert (results["interrupted"], results["num_steps"]) == (True, 0)
+
+
+def test_a_reward_that_fails_later_leaves_the_way_to_the_last_step(run, tmp_path):
+    console = Console(file=io.StringIO(), width=300)
+    (tmp_path / "task.py").write_text(
+        AFTERWARDS.format(action="raise KeyError('x')").replace("== 5", "== 3") + TASK_AFTERWARDS
+    )
+    with pytest.raises(DataError, match="reward function 'reward' raised KeyError: 'x'"):
+        run(num_heldout=0, console=console)
+    assert f"logra replay --run {tmp_path / 'run'} --step 2 --output OUT" in console.file.getvalue()
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert (results["interrupted"], results["num_steps"]) == (True, 2)
+
+
+@pytest.mark.parametrize("damage", ["missing", "shape", "corrupt"])
+def test_a_damaged_checkpoint_is_refused(run, model_folder, damage):
+    """Fails if weights that the file does not give are trained from the random values they start with."""
+    path = model_folder / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    if damage == "missing":
+        tensors = {key: value for key, value in tensors.items() if key != name}
+    if damage == "shape":
+        tensors[name] = torch.zeros(3, 3)
+    save_file(tensors, path, metadata={"format": "pt"})
+    if damage == "corrupt":
+        path.write_bytes(path.read_bytes()[:-100])
+    message = {"missing": f"lacks {name}", "shape": f"shapes of {name} .3, 3. instead of", "corrupt": "cannot be loaded"}
+    with pytest.raises(ConfigError, match=message[damage]):
+        run(num_heldout=0)
 
 
 def test_problems_are_found_before_the_model_loads(run, tmp_path, monkeypatch):
     from logra.rl import methods
 
-    def never(config):
+    def never(config, task):
         raise AssertionError("the model was loaded")
 
     monkeypatch.setattr(methods, "load_model", never)
@@ -194,7 +245,12 @@ def test_problems_are_found_before_the_model_loads(run, tmp_path, monkeypatch):
         run(task="chainsum")
     with pytest.raises(DataError, match="one step takes 18"):
         run(rollout=RolloutConfig(num_prompts=18, num_samples=4))
-    # A task that cannot be used leaves no folder behind.
+    with pytest.raises(ConfigError, match=r"run.report_to='wandbb': not a tracker"):
+        run(run=RunConfig(device="cpu", report_to=("wandbb",)))
+    (tmp_path / "task.py").write_text(TASK.replace('"answer": "a"', '"answer": i if i else "a"'))
+    with pytest.raises(DataError, match="each column of one type"):
+        run()
+    # What cannot be used leaves no folder behind.
     assert not (tmp_path / "run").exists()
 
 
@@ -242,8 +298,69 @@ def test_two_interrupts_end_it_at_once_with_what_was_saved(run, tmp_path):
     assert [entry["step"] for entry in records(outcome.folder / "metrics.jsonl")] == [1]
     # A step was running: its weights may be half updated, so none are saved.
     assert not (outcome.folder / "model").exists()
-    assert "no model was saved" in shown.splitlines()[-1]
+    assert "no model was saved" in shown.splitlines()[-2]
+    assert f"logra replay --run {outcome.folder} --step 1 --output OUT" in shown.splitlines()[-1]
 
+
+def contents(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_a_run_is_replaced_only_when_the_new_one_can_begin(run, tmp_path, monkeypatch):
+    """Fails if --overwrite deletes the old results before the new model or trainer is known to work."""
+    outcome, _ = run(num_heldout=0)
+    old = contents(outcome.folder)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        run(overwrite=True, num_heldout=0, model=str(tmp_path / "empty"))
+    with pytest.raises(TargetError):
+        run(overwrite=True, num_heldout=0, logra=logra.Config(lr=1e-4, target_modules=("no_such_module",)))
+    with pytest.raises(ConfigError, match=r"model=.*belongs to the run in"):
+        run(overwrite=True, num_heldout=0, model=str(outcome.folder / "model"))
+    assert contents(outcome.folder) == old
+    again, _ = run(overwrite=True, num_heldout=0, run=RunConfig(num_steps=2, device="cpu"))
+    assert [entry["step"] for entry in records(again.folder / "metrics.jsonl")] == [1, 2]
+
+
+def test_the_trained_model_survives_a_failing_evaluation(run, tmp_path):
+    # The reward fails on the held-out rows when it sees them for the second time, which is after the training.
+    (tmp_path / "task.py").write_text(AFTERWARDS.format(action="raise RuntimeError('broken')") + TASK_AFTERWARDS)
+    with pytest.raises(DataError, match="'reward' raised RuntimeError: broken"):
+        run()
+    folder = tmp_path / "run"
+    AutoModelForCausalLM.from_pretrained(folder / "model")
+    results = json.loads((folder / "results.json").read_text())
+    assert results["num_steps"] == 3 and results["heldout"]["before"] is not None
+    assert results["heldout"]["after"] is None
+
+
+def test_an_interrupt_during_the_evaluation_says_what_is_on_disk(run, tmp_path):
+    (tmp_path / "task.py").write_text(AFTERWARDS.format(action="raise KeyboardInterrupt") + TASK_AFTERWARDS)
+    with pytest.raises(KeyboardInterrupt, match="the trained model is in model"):
+        run()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+
+
+def test_chat_prompts_need_a_chat_template(run, model_folder):
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    (model_folder / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(model_folder)
+    with pytest.raises(ConfigError, match="no chat template, but the prompts of task='chain_sum' are chats"):
+        run(task="chain_sum")
+
+
+AFTERWARDS = """
+calls = 0
+
+def tick():
+    global calls
+    calls += 1
+    if calls == 5:  # one evaluation, three steps, one evaluation
+        {action}
+"""
+
+TASK_AFTERWARDS = TASK.replace("    return [sum", "    tick()\n    return [sum")
 
 INTERRUPT = """
 import os, signal

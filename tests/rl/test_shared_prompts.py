@@ -5,10 +5,12 @@ import torch
 from transformers import GenerationConfig, MistralConfig, MistralForCausalLM
 
 import logra
+from logra.errors import ConfigError
 from logra.rl.grpo import CheckedGRPOTrainer
 from logra.rl.logprobs import completion_log_probs
 from logra.rl.shared_prompts import (
     can_share_prompts,
+    continues_prefill,
     distinct_rows,
     fill_cache,
     order_by_prompt,
@@ -153,7 +155,7 @@ def test_training_is_the_same_with_and_without(
             processing_class=tokenizer,
         )
         assert trainer._shares_prompts
-        trainer.__dict__["_shares_prompts"] = share
+        trainer.__dict__["_can_share_prompts"] = share
         trainer.train()
         return model
 
@@ -161,3 +163,59 @@ def test_training_is_the_same_with_and_without(
     for name, value in plain.named_parameters():
         # Catches rows that are lost or counted twice when the micro-batches are dealt again.
         torch.testing.assert_close(shared.get_parameter(name), value, atol=1e-5, rtol=1e-4)
+
+
+def test_checkpointing_switched_on_by_the_user_ends_the_sharing(
+    make_model, tokenizer, dataset, make_args, num_letters, sequences
+):
+    """Fails if only TRL's argument is asked: the model drops the cache, and completions are scored without prompt."""
+    model = make_model().train()
+    trainer = CheckedGRPOTrainer(
+        model=model,
+        reward_funcs=num_letters,
+        args=make_args(),
+        train_dataset=dataset,
+        processing_class=tokenizer,
+    )
+    assert trainer._shares_prompts
+    ids, mask = sequences
+    plain, _, _ = trainer._get_per_token_logps_and_entropies(model, ids, mask, 4)
+    model.gradient_checkpointing_enable()
+    assert not trainer._shares_prompts
+    recomputed, _, _ = trainer._get_per_token_logps_and_entropies(model, ids, mask, 4)
+    torch.testing.assert_close(recomputed, plain, atol=1e-5, rtol=0)  # two orders of summation in fp32
+    with pytest.raises(ConfigError, match="0 of 5 prompt tokens"):
+        fill_cache(model, ids[:, :5], mask[:, :5])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_cache": False},
+        {"num_beams": 2},
+        {"cache_implementation": "static"},
+        {"prompt_lookup_num_tokens": 2},
+    ],
+)
+def test_only_plain_sampling_continues_a_prefill(settings):
+    """Fails if a generation without cache, which would lose the prompt, or with one of its own is handed a cache."""
+    plain = GenerationConfig(do_sample=True, use_cache=True, num_beams=1)
+    assert continues_prefill(plain, GenerationConfig())
+    assert not continues_prefill(plain, GenerationConfig(**settings))
+    assert not continues_prefill(GenerationConfig(**settings), plain)
+
+
+@pytest.mark.parametrize("settings", [{"use_cache": False}, {"num_beams": 2}, {"cache_implementation": "static"}])
+def test_other_generations_run_as_in_trl(model, tokenizer, dataset, make_args, num_letters, settings, monkeypatch):
+    trainer = CheckedGRPOTrainer(
+        model=model,
+        reward_funcs=num_letters,
+        args=make_args(generation_kwargs=settings),
+        train_dataset=dataset,
+        processing_class=tokenizer,
+    )
+    handed_over = []
+    generate = model.generate
+    monkeypatch.setattr(model, "generate", lambda **options: (handed_over.append(options), generate(**options))[1])
+    trainer._generate_single_turn([[5, 6, 7]] * 4, None, {}, num_generations=4)
+    assert [("cache" in options) for options in handed_over] == [False]

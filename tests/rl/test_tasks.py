@@ -1,6 +1,7 @@
 """Tasks: the split is disjoint and reproducible, rewards are exact, and bad input is refused with a way out."""
 
 import json
+import sys
 import textwrap
 
 import pyarrow
@@ -166,11 +167,22 @@ def test_a_file_with_a_dataset_on_disk(write_task, tmp_path, suffix):
         (REWARD + "def dataset(): return [{'question': 'a', 'answer': 'b'}]", "no column 'prompt'.*question, answer"),
         (REWARD + "def dataset(): return [{'prompt': 'a'}] * 9", "needs 'answer'.*Its columns: prompt"),
         (REWARD + "def dataset(): return ['a']", "row 1: str"),
+        (REWARD + "def dataset(): return open('not-there.txt')", r"dataset\(\) of .* failed: FileNotFoundError"),
+        (REWARD + "def dataset(): return 3", r"dataset\(\) of .* failed: TypeError"),
         (REWARD + "def dataset(): return [{'prompt': '', 'answer': 'a'}]", "row 1: prompt=''"),
+        (
+            REWARD + "def dataset(): return [{'prompt': [{'role': 'user'}]}]",
+            r"row 1: prompt=.* must be a text, or a list",
+        ),
+        (REWARD + "def dataset(): return [{'prompt': ['hello']}]", r"row 1: prompt=\['hello'\]"),
+        (REWARD + "def dataset(): return [{'prompt': 'a', 'completions': 'b'}]", "cannot be named completions"),
+        (REWARD + "def dataset(): return [{'prompt': 'a', 'image': 'b'}]", "cannot be named image"),
+        (REWARD + "def dataset(): raise SystemExit(0)", r"dataset\(\) of .* failed: SystemExit: 0"),
         (REWARD + "def dataset(): return [{'prompt': 'a', 'answer': 'b'}]", "leaves 1 distinct prompts"),
         ("def reward(completions): return [1.0]" + DATASET, r"must accept \*\*kwargs"),
         ("import not_a_module_at_all", "cannot be imported: ModuleNotFoundError"),
         ("def broken(:", "cannot be imported: SyntaxError"),
+        ("import sys; sys.exit()", "cannot be imported: SystemExit"),
     ],
 )
 def test_unusable_files(write_task, source, message):
@@ -184,12 +196,47 @@ def test_unusable_files(write_task, source, message):
         ("rows.jsonl", '{"prompt": "a"}\nnot json\n', "line 2: not JSON"),
         ("rows.jsonl", "", "is empty"),
         ("rows.csv", "prompt\na\n", "a .jsonl or .parquet file is needed"),
+        ("rows.parquet", "not parquet", "not a Parquet file"),
     ],
 )
 def test_unusable_datasets(write_task, tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=message):
         load_task(write_task(REWARD), dataset=str(tmp_path / name))
+
+
+def test_lines_of_a_dataset_end_at_newlines_only(write_task, tmp_path):
+    # U+2028 may stand in a JSON text; str.splitlines would break the line there.
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a\u2028b", "answer": "c"}\r\n\n' * 1, encoding="utf-8")
+    task = load_task(write_task(REWARD), dataset=str(tmp_path / "rows.jsonl"), num_prompts=1, num_heldout=0)
+    assert [row["prompt"] for row in task.train] == ["a\u2028b"]
+    (tmp_path / "rows.jsonl").write_bytes(b'{"prompt": "\xff"}')
+    with pytest.raises(DataError, match="cannot be read"):
+        load_task(write_task(REWARD), dataset=str(tmp_path / "rows.jsonl"))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(write_task, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "c"}\n', encoding="utf-8-sig")
+    task = load_task(write_task(REWARD), dataset=str(tmp_path / "rows.jsonl"), num_prompts=1, num_heldout=0)
+    assert task.train == [{"prompt": "a", "answer": "c"}]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_column_that_some_rows_lack_is_kept(write_task, seed):
+    """Fails if the row that the seed puts first decides which columns there are."""
+    rows = "[{'prompt': str(i), 'answer': 'a'} | ({'hint': 'h'} if i == 3 else {}) for i in range(8)]"
+    reward = "def reward(completions, answer, hint, **kwargs): return [0.0] * len(completions)\n"
+    task = load_task(write_task(reward + f"def dataset(): return {rows}\n"), num_heldout=1, num_prompts=1, seed=seed)
+    hints = {row["prompt"]: row["hint"] for row in task.train + task.heldout}
+    assert hints == {str(i): "h" if i == 3 else None for i in range(8)}
+
+
+def test_a_task_imports_its_neighbours(write_task, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    write_task("ANSWERS = ['a']\n", name="neighbour_of_the_task.py")
+    dataset = "def dataset(): return [{'prompt': str(i), 'answer': ANSWERS[0]} for i in range(8)]\n"
+    assert load_task(write_task("from neighbour_of_the_task import ANSWERS\n" + REWARD + dataset), num_prompts=1).train
+    monkeypatch.delitem(sys.modules, "neighbour_of_the_task")
 
 
 def test_a_missing_dataset_and_one_that_nobody_reads(write_task):

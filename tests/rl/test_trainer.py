@@ -238,26 +238,35 @@ def test_deepspeed_is_refused_before_the_model_loads(make_args, monkeypatch, num
         GRPOTrainer(model="never-loaded", reward_funcs=num_letters, args=args, train_dataset=[1])
 
 
-def test_fsdp1_is_refused_and_named(make_trainer):
-    trainer = make_trainer()
+def test_fsdp_is_refused_before_the_model_loads(make_args, monkeypatch, num_letters):
+    # Catches advice to use what the optimizer then refuses.
+    args = make_args()
+    args.fsdp = True
+    common = {"model": "never-loaded", "reward_funcs": num_letters, "args": args, "train_dataset": [1]}
+    with pytest.raises(ConfigError, match=r"fsdp.*Use DDP or a single process"):
+        GRPOTrainer(**common)
+    args.fsdp = None
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ConfigError, match="fsdp"):
+        GRPOTrainer(**common)
 
-    class Plugin:
-        fsdp_version = 1
 
+def test_an_accelerator_with_fsdp_is_refused(make_trainer):
     from logra.rl.trainer import _refuse_accelerator
 
+    trainer = make_trainer()
+    _refuse_accelerator(trainer)
+
     class State:
-        fsdp_plugin = Plugin()
+        fsdp_plugin = object()
 
     class Accelerator:
         state = State()
         scaler = None
 
     trainer.accelerator = Accelerator()  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="FSDP1"):
+    with pytest.raises(ConfigError, match="fsdp"):
         _refuse_accelerator(trainer)
-    Plugin.fsdp_version = 2
-    _refuse_accelerator(trainer)
 
 
 def test_lora_is_refused(model, dataset, make_args, num_letters):
@@ -293,6 +302,24 @@ def test_optimizers_argument(model, tokenizer, dataset, make_args, num_letters):
     assert own.version == 2
 
 
+@pytest.mark.parametrize(("own_norm", "expected"), [(None, 0.5), (0.1, 0.1)])
+def test_a_given_optimizer_is_clipped_and_timed_like_a_built_one(
+    model, tokenizer, dataset, make_args, num_letters, own_norm, expected
+):
+    own = logra.SketchOptimizer(model, rank=4, trust=TRUST, max_grad_norm=own_norm)
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=num_letters,
+        args=make_args(max_grad_norm=0.5, max_steps=1),
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        optimizers=(own, None),
+    )
+    assert own.config.max_grad_norm == expected
+    trainer.train()
+    assert logs_of(trainer)[0]["time/probe_s"] > 0
+
+
 def test_training_raises_the_reward(model, tokenizer, dataset, make_args, num_letters):
     # The one thing that must work: a reward that is easy to raise is raised.
     args = make_args(max_steps=12, per_device_train_batch_size=8, num_generations=8)
@@ -308,3 +335,34 @@ def test_training_raises_the_reward(model, tokenizer, dataset, make_args, num_le
     trainer.train()
     rewards = [entry["reward/mean"] for entry in logs_of(trainer)]
     assert math.fsum(rewards[-3:]) / 3 > math.fsum(rewards[:3]) / 3 + 0.05
+
+
+def test_training_again_after_an_error_starts_a_clean_step(make_trainer, make_model):
+    """Fails if the micro-batch before the error stays in the sketches and in the probe of the next train()."""
+    norms = []
+    for fails in (True, False):
+        trainer = make_trainer(policy=make_model(), max_steps=1)
+        if fails:
+            compute_loss = trainer.compute_loss
+            calls = []
+
+            def fail_once(*args, compute_loss=compute_loss, calls=calls, **kwargs):
+                calls.append(None)
+                if len(calls) == 2:
+                    raise RuntimeError("second micro-batch")
+                return compute_loss(*args, **kwargs)
+
+            trainer.compute_loss = fail_once
+            with pytest.raises(RuntimeError, match="second micro-batch"):
+                trainer.train()
+            trainer._buffered_inputs = None  # TRL's; both generate anew, with the same random numbers
+            trainer._step = 0
+        torch.manual_seed(0)
+        trainer.train()
+        norms.append(logs_of(trainer)[-1]["grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def test_settings_that_are_no_config_are_refused_before_the_model_loads(make_args, num_letters):
+    with pytest.raises(ConfigError, match=r"logra=\{'lr': 1\}: a logra.Config is needed"):
+        GRPOTrainer(model="./never-loaded", reward_funcs=num_letters, args=make_args(), logra={"lr": 1})

@@ -13,6 +13,7 @@ from logra.errors import CaptureError
 from logra.sketch import Capture, find_targets
 from logra.sketch.capture import SketchSpec
 from logra.sketch.reference import sketch_in, sketch_out
+from logra.update import SignFactor
 
 TARGETS = ("q_proj", "k_proj", "o_proj")
 
@@ -43,10 +44,12 @@ def assert_sketches(capture, targets, dense, rtol=2e-5):
         grad = dense[target.fqn]
         grad = grad.T if target.transposed else grad
         sketch = capture.sketches()[target.fqn]
-        shared = capture.shared_input(target.fqn)
-        scales = None if shared.exponents is None else torch.ldexp(torch.ones(target.in_features), shared.exponents)
+        exponents = capture.exponents(target.fqn)
+        scales = None if exponents is None else torch.ldexp(torch.ones(target.in_features), exponents)
         if sketch.on_in is not None:
-            expected = sketch_in(grad, shared.signs().matrix(capture.spec.rank, target.in_features), scales)
+            expected = sketch_in(
+                grad, capture.in_signs(target.fqn).matrix(capture.spec.rank, target.in_features), scales
+            )
             assert sketch.on_in.dtype == torch.float32
             torch.testing.assert_close(
                 sketch.on_in.double(), expected, rtol=rtol, atol=rtol * expected.abs().max().item()
@@ -169,15 +172,16 @@ def test_conv1d_is_sketched_in_the_canonical_orientation(token_ids):
 def test_input_scaling_enters_the_sketch_and_moments_are_means(tiny_lm, token_ids):
     dense = dense_gradients(tiny_lm, [cross_entropy(token_ids)])
     capture, targets = attach(tiny_lm, two_sided=False, moments=True)
-    for shared in capture.shared_inputs():
-        shared.exponents = torch.arange(shared.in_features, dtype=torch.int32) % 5 - 2
+    for target in targets:
+        capture.set_exponents(target.fqn, torch.arange(target.in_features, dtype=torch.int32) % 5 - 2)
     cross_entropy(token_ids)(tiny_lm).backward()
     assert_sketches(capture, targets, dense)
-    first = capture.shared_input("layers.0.q_proj.weight")
     x = tiny_lm.embed(token_ids).reshape(-1, 40)
-    assert first.num_tokens == token_ids.numel()
-    assert first.square_sum is not None
-    torch.testing.assert_close(first.square_sum / first.num_tokens, x.square().mean(0))
+    moments = capture.input_moments("layers.0.q_proj.weight")
+    assert moments is not None
+    square_sum, num_tokens = moments
+    assert num_tokens == token_ids.numel()
+    torch.testing.assert_close(square_sum / num_tokens, x.square().mean(0))
 
 
 def test_autocast_sketches_are_fp32_and_close_to_the_dense_autocast_gradient(tiny_lm, token_ids):
@@ -212,12 +216,10 @@ def test_no_tensor_of_a_dense_gradients_shape_is_allocated(tiny_lm, token_ids, r
 
 
 def test_siblings_project_a_shared_tensor_once(tiny_lm, token_ids, monkeypatch):
-    from logra.sketch.capture import SharedInput
-
     calls = []
-    original = SharedInput._project
-    monkeypatch.setattr(SharedInput, "_project", lambda self, x: calls.append(self.parent) or original(self, x))
-    attach(tiny_lm)
+    original = SignFactor.matrix
+    monkeypatch.setattr(SignFactor, "matrix", lambda self, *a, **k: calls.append(self.name) or original(self, *a, **k))
+    attach(tiny_lm, two_sided=False)
     cross_entropy(token_ids)(tiny_lm).backward()
     # q and k of a block read one tensor, o reads another: two projections a block for three targets.
     assert sorted(calls) == ["layers.0", "layers.0", "layers.1", "layers.1"]
@@ -228,7 +230,7 @@ def test_projections_do_not_outlive_the_backward_pass(tiny_lm, token_ids):
     loss = cross_entropy(token_ids)(tiny_lm)
     loss.backward()
     del loss
-    assert all(shared._projected is None for shared in capture.shared_inputs())
+    assert all(not shared._projected for shared in capture._shared.values())
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at .grad of its own intermediates
@@ -269,6 +271,18 @@ def test_stale_backward_is_refused(tiny_lm, token_ids):
     capture.begin_window(6)
     with pytest.raises(CaptureError, match="before the last step"):
         loss.backward()
+
+
+def test_an_embedding_output_may_be_changed_in_place(tiny_lm, token_ids):
+    def loss(model):
+        x = model.embed(token_ids)
+        x += 1
+        return model.lm_head(model.layers[0](x)).square().mean()
+
+    dense = dense_gradients(tiny_lm, [loss])
+    capture, targets = attach(tiny_lm, patterns=("layers.0.*",))
+    loss(tiny_lm).backward()
+    assert_sketches(capture, targets, dense)
 
 
 def test_a_second_capture_is_refused(tiny_lm):

@@ -79,6 +79,27 @@ def test_fused_experts_are_refused_never_skipped(tiny_lm, patterns):
         find_targets(tiny_lm, patterns)
 
 
+def test_a_forward_of_its_own_is_refused(tiny_lm):
+    """Training would run the plain linear map and rollouts the module's own: two models."""
+
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    tiny_lm.layers[0].q_proj = Doubled(40, 56)
+    with pytest.raises(TargetError, match=r"'layers.0.q_proj' \(Doubled\) has a forward of its own"):
+        find_targets(tiny_lm, "q_proj")
+    tiny_lm.layers[0].q_proj = nn.Linear(40, 56)
+    tiny_lm.layers[0].q_proj.forward = lambda x: x
+    with pytest.raises(TargetError, match="forward of its own"):
+        find_targets(tiny_lm, "q_proj")
+
+
+def test_a_position_embedding_is_no_expert(tiny_lm):
+    tiny_lm.position = nn.Parameter(torch.zeros(1, 11, 40))
+    assert len(find_targets(tiny_lm, "all-linear")) == 6
+
+
 def test_convolutions_are_not_experts(tiny_lm):
     tiny_lm.conv = nn.Conv1d(4, 4, 3)
     assert len(find_targets(tiny_lm, "all-linear")) == 6

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 
 from logra.errors import LograError
 
-COMMANDS = {"train": "train a model by reinforcement learning"}
+COMMANDS = {
+    "train": "train a model by reinforcement learning",
+    "replay": "rebuild, check or compare the weights of a run at any step",
+}
 
 USAGE = f"""usage: logra COMMAND [options]
 
@@ -43,22 +46,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"logra: unknown command {arguments[0]!r}. Commands: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     try:
-        return _train(arguments[1:])
+        return {"train": _train, "replay": _replay}[arguments[0]](arguments[1:])
     except LograError as error:
         print(f"logra {arguments[0]}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as interrupt:
+        print(f"logra {arguments[0]}: interrupted. {interrupt}".rstrip(), file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "logra":
+            raise
+        print(f"logra {arguments[0]} needs the package {error.name}: pip install 'logra[rl]'", file=sys.stderr)
         return 2
 
 
 def _train(arguments: Sequence[str]) -> int:
-    try:
-        from logra.cli.train import parse
-    except ModuleNotFoundError as error:
-        print(f"logra train needs the package {error.name}: pip install 'logra[rl]'", file=sys.stderr)
-        return 2
+    from logra.cli.train import parse
+
     config = parse(arguments)
     from logra.rl.run import train  # TRL takes seconds to import; a wrong flag should not
 
     return 1 if train(config).interrupted else 0
+
+
+def _replay(arguments: Sequence[str]) -> int:
+    from logra.cli.replay import replay_command
+
+    return replay_command(arguments)
 
 
 if __name__ == "__main__":

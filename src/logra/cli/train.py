@@ -23,6 +23,7 @@ DESCRIPTION = (
 USAGE = "logra train --output-dir DIR [--method METHOD] [--model MODEL] [--task TASK] [--config FILE] [options]"
 
 _FLAG = re.compile(r"--[a-z][\w.-]*")
+_GROUPS = ("rollout", "loss", "run", "logra", "trust", "adamw", "lora")
 _HIDDEN = ("logra.trust", "logra.trust.help")
 """A trust region is set in the group `trust`, not inside `logra.Config`."""
 
@@ -39,19 +40,26 @@ def parse(argv: Sequence[str]) -> TrainConfig:
     """The configuration that the arguments of `logra train` describe.
 
     Raises:
-        ConfigError: a value or a combination that is not allowed.
+        ConfigError: a value or a combination that is not allowed, or a file that is not there or is not YAML.
         SystemExit: --help, or a flag or a value that cannot be parsed.
     """
     arguments = _normalised(argv)
-    parser = build_parser(_requested_method(arguments))
+    method = _requested_method(arguments)
+    parser = build_parser(method)
     settings = parser.instantiate(parser.parse_args(arguments))
+    if settings["method"] != method:
+        raise ConfigError(
+            f"method={settings['method']!r}, but the defaults are those of method={method!r}: give the method once, as "
+            f"--method METHOD or at the top level of the file given with --config"
+        )
     return TrainConfig(**{field.name: settings[field.name] for field in dataclasses.fields(TrainConfig)})
 
 
 def build_parser(method: str) -> TrainParser:
     """The parser of `logra train`, with the defaults of one method."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = TrainParser(prog="logra train", usage=USAGE, description=DESCRIPTION)
+    # An abbreviated --method would set the method without its preset.
+    parser = TrainParser(prog="logra train", usage=USAGE, description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with any of these settings, like a config.yaml.")
     parser.add_argument("--versions", type=dict, help=argparse.SUPPRESS)  # a config.yaml names those it was run with
     parser.add_class_arguments(TrainConfig, as_group=True)
@@ -68,9 +76,15 @@ def build_parser(method: str) -> TrainParser:
 
 
 def _normalised(argv: Sequence[str]) -> list[str]:
-    """Flag names with underscores, and a bare `--overwrite` as `--overwrite=true`."""
+    """Flag names with underscores, a bare `--overwrite` as `--overwrite=true`, and files first: flags override them."""
     arguments: list[str] = []
+    files: list[str] = []
+    is_file = False
     for index, token in enumerate(argv):
+        if is_file or token == "--config" or token.startswith("--config="):
+            files.append(token)
+            is_file = token == "--config" and not is_file
+            continue
         name, equals, value = token.partition("=")
         if name.startswith("--"):
             name = "--" + name[2:].replace("-", "_")
@@ -78,20 +92,42 @@ def _normalised(argv: Sequence[str]) -> list[str]:
             if name == "--overwrite" and not equals and following.startswith("-"):
                 equals, value = "=", "true"
         arguments.append(f"{name}{equals}{value}")
-    return arguments
+    return files + arguments
 
 
 def _requested_method(arguments: Sequence[str]) -> str:
     """The method that flags or a configuration file ask for; its preset decides all other defaults."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--method")
-    finder.add_argument("--config")
+    finder.add_argument("--config", action="append", default=[])
     found, _ = finder.parse_known_args(arguments)
-    method = found.method
-    if method is None and found.config is not None and Path(found.config).is_file():
-        loaded = yaml.safe_load(Path(found.config).read_text(encoding="utf-8"))
-        method = loaded.get("method") if isinstance(loaded, dict) else None
-    method = method or "logra"
+    in_files = [method for config in found.config if (method := _read(config).get("method")) is not None]
+    method = found.method or next(reversed(in_files), "logra")
     if method not in METHODS:
         raise ConfigError(f"method={method!r}: one of {', '.join(METHODS)}")
     return method
+
+
+def _read(config: str) -> dict[str, Any]:
+    """The settings in a file given with --config.
+
+    Raises:
+        ConfigError: with the file and the line.
+    """
+    try:
+        loaded = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = "" if mark is None else f", line {mark.line + 1}"
+        raise ConfigError(f"config={config!r}{line}: not YAML: {error.problem}") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"config={config!r} cannot be read: {error}") from error
+    if not isinstance(loaded, dict):
+        held = "nothing" if loaded is None else f"a {type(loaded).__name__}"
+        raise ConfigError(f"config={config!r}: must hold settings as `name: value`, but holds {held}")
+    for group in _GROUPS:
+        if group in loaded and not isinstance(loaded[group], dict):
+            raise ConfigError(
+                f"config={config!r}: {group}={loaded[group]!r}, but {group} is a group of settings, `name: value` each"
+            )
+    return loaded

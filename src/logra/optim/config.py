@@ -7,9 +7,7 @@ from typing import Any, Literal
 
 from logra.contracts import TrustPolicy
 from logra.errors import ConfigError
-
-MAX_RANK = 1024
-"""|factor| <= 127 and r <= 1024 keep every partial sum of the integer product below 2²⁴, hence exact in fp32."""
+from logra.update import MAX_RANK
 
 DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -62,12 +60,22 @@ class Config:
             raise ConfigError(f"rank={self.rank!r}: must be an integer from 1 to {MAX_RANK}")
         for name in ("sketch", "side", "direction", "non_target", "weight_storage", "factor_bits"):
             _require_choice(self, name)
-        if not 0 <= self.momentum < 1:
+        if not _is_number(self.momentum) or not 0 <= self.momentum < 1:
             raise ConfigError(f"momentum={self.momentum!r}: must be at least 0 and below 1")
         if not isinstance(self.refresh_every, int) or self.refresh_every < 1:
             raise ConfigError(f"refresh_every={self.refresh_every!r}: must be an integer of at least 1 (updates)")
-        if not (math.isfinite(self.weight_decay) and 0 <= self.weight_decay * self.lr < 1):
-            raise ConfigError(f"weight_decay={self.weight_decay!r}: must be at least 0, and below 1 / lr")
+        longest = self.lr * getattr(self.trust, "alpha_max", 1.0)
+        if not (_is_number(self.weight_decay) and 0 <= self.weight_decay * longest < 1):
+            raise ConfigError(
+                f"weight_decay={self.weight_decay!r}: must be at least 0, and below 1 / (lr alpha_max) = {1 / longest:g}"
+            )
+        if self.trust is not None and not all(
+            hasattr(self.trust, name) for name in ("make_probe", "predict", "verify")
+        ):
+            raise ConfigError(f"trust={self.trust!r}: must be a logra.TrustRegion or None")
+        patterns = (self.target_modules,) if isinstance(self.target_modules, str) else self.target_modules
+        if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+            raise ConfigError(f"target_modules={self.target_modules!r}: must be a name pattern or a list of them")
         if self.max_grad_norm is not None:
             _require_positive("max_grad_norm", self.max_grad_norm)
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
@@ -114,8 +122,12 @@ class Config:
         return cls(**settings)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _require_positive(name: str, value: float) -> None:
-    if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
+    if not (_is_number(value) and value > 0):
         raise ConfigError(f"{name}={value!r}: must be a finite number above 0")
 
 

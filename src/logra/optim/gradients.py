@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from logra import distributed
 from logra.errors import CaptureError
@@ -13,53 +13,72 @@ from logra.sketch.targets import Target
 
 
 def recover_all(capture: Capture, targets: Sequence[Target]) -> dict[str, LayerGradient]:
-    """Average the sketches over processes and recover a gradient for every target that ran backward.
+    """Average the sketches over processes and recover a gradient for every target that ran backward on any of them.
 
     Raises:
-        CaptureError: nothing was captured, or a dense gradient reached a target past its sketch.
+        CaptureError: nothing was captured, or a dense gradient reached a target past its sketch; on all processes.
     """
-    sketches = capture.sketches()
-    for target in targets:
-        if target.parameter.grad is not None:
-            raise CaptureError(
-                f"target {target.fqn!r} has a dense gradient: something used its weight past the module's forward "
-                f"(functional_call, a fused kernel, a regulariser on the weight). Leave it out of target_modules."
-            )
-    if not any(sketch.tensors() for sketch in sketches.values()):
+    present = {fqn: bool(sketch.tensors()) for fqn, sketch in capture.sketches().items()}
+    dense = [target.parameter.grad is not None for target in targets]
+    # One collective tells every process what ran anywhere: a target that ran on none is left alone, one that ran on some
+    # has a zero gradient on the others.
+    flags = distributed.any_process([*dense, *(present[target.fqn] for target in targets)])
+    dense, ran = flags[: len(targets)], flags[len(targets) :]
+    if any(dense):
+        raise CaptureError(
+            f"target {targets[dense.index(True)].fqn!r} has a dense gradient: something used its weight past the module's "
+            f"forward (functional_call, a fused kernel, a regulariser on the weight). Leave it out of target_modules."
+        )
+    if not any(ran):
         raise CaptureError(
             "no gradient was captured since the last step(): call loss.backward() on a loss of this model, computed with "
             "gradients enabled and through the targets' own forward"
         )
-    distributed.average_([tensor for sketch in sketches.values() for tensor in sketch.tensors()])
-    return {
-        target.fqn: _recover(capture, target, sketches[target.fqn])
-        for target in targets
-        if sketches[target.fqn].tensors()
-    }
+    moving = [target for target, did_run in zip(targets, ran, strict=True) if did_run]
+    sketches = capture.take()
+    for target in moving:
+        if not present[target.fqn]:
+            sketches[target.fqn] = capture.zeros(target.fqn)
+    distributed.average_([tensor for target in moving for tensor in sketches[target.fqn].tensors()])
+    # Each sketch is dropped as soon as its gradient is recovered.
+    return {target.fqn: _recover(capture, target, sketches.pop(target.fqn)) for target in moving}
+
+
+def average_dense(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Average `.grad` over processes; one that is missing here and not everywhere counts as zero."""
+    if distributed.num_processes() == 1 or not parameters:
+        return
+    present = distributed.any_process([parameter.grad is not None for parameter in parameters.values()])
+    moving = [parameter for parameter, has_grad in zip(parameters.values(), present, strict=True) if has_grad]
+    for parameter in moving:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    distributed.average_([parameter.grad for parameter in moving if parameter.grad is not None])
 
 
 def _recover(capture: Capture, target: Target, sketch: Sketch) -> LayerGradient:
-    shared = capture.shared_input(target.fqn)
+    exponents = capture.exponents(target.fqn)
     if not all(bool(torch.isfinite(tensor).all()) for tensor in sketch.tensors()):
         # Decompositions of such a matrix raise or hang on some devices; the norm alone tells that it must be skipped.
         return LayerGradient(norm=torch.full((), float("nan"), device=target.parameter.device))
     if sketch.on_in is not None and sketch.on_out is not None:
-        return gradient_two_sided(sketch.on_in, sketch.on_out, capture.out_signs(target.fqn), shared.exponents)
+        return gradient_two_sided(sketch.on_in, sketch.on_out, capture.out_signs(target.fqn), exponents)
     if sketch.on_in is not None:
-        return gradient_one_sided(sketch.on_in, shared.signs(), target.in_features, shared.exponents)
+        return gradient_one_sided(sketch.on_in, capture.in_signs(target.fqn), target.in_features, exponents)
     assert sketch.on_out is not None
-    return gradient_one_sided(sketch.on_out, capture.out_signs(target.fqn), target.out_features, shared.exponents)
+    return gradient_one_sided(sketch.on_out, capture.out_signs(target.fqn), target.out_features, exponents)
 
 
 def total_norm(gradients: Mapping[str, LayerGradient], dense: Mapping[str, Tensor]) -> Tensor:
     """Frobenius norm over recovered and dense gradients, fp32 scalar; not finite if one of them is not."""
     norms = [gradient.norm for gradient in gradients.values()]
-    norms += [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in dense.values()]
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    norms += [torch.linalg.vector_norm(grad, dtype=torch.float64).float() for grad in dense.values()]
+    stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
+    return torch.linalg.vector_norm(stacked, dtype=torch.float64).float()
 
 
 def non_finite(gradients: Mapping[str, LayerGradient], dense: Mapping[str, Tensor]) -> list[str]:
     """Names of the gradients that are not finite."""
     norms = {fqn: gradient.norm for fqn, gradient in gradients.items()}
-    norms |= {fqn: torch.linalg.vector_norm(grad, dtype=torch.float32) for fqn, grad in dense.items()}
+    norms |= {fqn: torch.linalg.vector_norm(grad, dtype=torch.float64).float() for fqn, grad in dense.items()}
     return [fqn for fqn, norm in norms.items() if not torch.isfinite(norm)] or ["the norm over all layers"]

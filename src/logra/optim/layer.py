@@ -114,7 +114,10 @@ def gradient_two_sided(on_in: Tensor, on_out: Tensor, out_signs: SignFactor, exp
     signs_out = out_signs.matrix(on_out.shape[0], on_in.shape[0], device=on_in.device)
     q, r = recover(on_in, on_out, signs_out)
     unscaled = r if exponents is None else torch.ldexp(r, -exponents)
-    return LayerGradient(norm=unscaled.norm(), q=q, r=r, exponents=exponents)
+    # fp64: squares of a gradient below 1e-19 or above 1e19 leave the range of fp32.
+    return LayerGradient(
+        norm=torch.linalg.vector_norm(unscaled, dtype=torch.float64).float(), q=q, r=r, exponents=exponents
+    )
 
 
 def gradient_one_sided(sketch: Tensor, signs: SignFactor, width: int, exponents: Tensor | None) -> LayerGradient:
@@ -133,12 +136,17 @@ def gradient_one_sided(sketch: Tensor, signs: SignFactor, width: int, exponents:
         rows = sketch
         inverse = None if exponents is None else -exponents
         projection = scaled_signs(signs, rank, width, inverse, sketch.device)
-        norm = Delta(rows, projection).norm_squared().sqrt() / rank
+        norm = _product_norm(rows, projection) / rank
     else:
         projection = signs.matrix(rank, width, device=sketch.device)
-        norm = Delta(projection, sketch).norm_squared().sqrt() / rank
+        norm = _product_norm(projection, sketch) / rank
         rows = (sketch if exponents is None else torch.ldexp(sketch, exponents)).T
     return LayerGradient(norm=norm, sketch=rows, signs=signs, exponents=exponents)
+
+
+def _product_norm(out_factor: Tensor, in_factor: Tensor) -> Tensor:
+    """‖out_factor in_factor‖_F, fp32 scalar, with Gram matrices in fp64: squares may leave the range of fp32."""
+    return Delta(out_factor.double(), in_factor.double()).norm_squared().sqrt().float()
 
 
 def propose(config: Config, gradient: LayerGradient, state: dict[str, Any], shape: tuple[int, int]) -> Proposal:
@@ -150,9 +158,26 @@ def propose(config: Config, gradient: LayerGradient, state: dict[str, Any], shap
         state: the layer's current state; not changed.
         shape: (out, in).
     """
+    state = _in_current_scales(state, gradient)
     if gradient.sketch is None:
         return _propose_two_sided(config, gradient, state, shape)
     return _propose_one_sided(config, gradient, state, shape)
+
+
+def _in_current_scales(state: dict[str, Any], gradient: LayerGradient) -> dict[str, Any]:
+    """The state of G diag(s_old) as that of G diag(s_new): its in side times s_new / s_old, second moments squared."""
+    new, old = gradient.exponents, state.get("moment_exponents")
+    if new is None:
+        return state
+    shift = new if old is None else new - old
+    state = dict(state)
+    scalings = {"momentum_in": shift, "exp_avg_sq_column": 2 * shift}
+    if gradient.signs is not None and gradient.signs.side == "out":
+        # The rows of a sketch of the out side are the in features.
+        scalings |= {"momentum": shift[:, None], "exp_avg_sq": 2 * shift}
+    for name in scalings.keys() & state.keys():
+        state[name] = torch.ldexp(state[name], scalings[name])
+    return state
 
 
 def _propose_two_sided(
@@ -162,6 +187,8 @@ def _propose_two_sided(
     assert q is not None and r is not None
     step = state.get("step", 0) + 1
     new_state: dict[str, Any] = {"step": step}
+    if gradient.exponents is not None:
+        new_state["moment_exponents"] = gradient.exponents
     row, column = directions.row_moment_of_factors(q, r), directions.column_moment_of_factors(q, r)
     if config.momentum > 0:
         if "momentum_out" in state:
@@ -195,13 +222,13 @@ def _propose_one_sided(
     assert sketch is not None and signs is not None
     step = state.get("step", 0) + 1
     new_state: dict[str, Any] = {"step": step}
+    if gradient.exponents is not None:
+        new_state["moment_exponents"] = gradient.exponents
     numerator = sketch
     if config.momentum > 0:
         numerator = directions.ema(_carried_momentum(gradient, state, shape), sketch, config.momentum)
         new_state["momentum"] = numerator
         new_state["momentum_projection"] = signs.update_index
-        if gradient.exponents is not None:
-            new_state["momentum_exponents"] = gradient.exponents
     if config.direction == "spectral":
         result = directions.spectral(numerator)
     else:
@@ -224,17 +251,11 @@ def _carried_momentum(gradient: LayerGradient, state: dict[str, Any], shape: tup
         return momentum
     old = SignFactor(signs.seed, state["momentum_projection"], signs.name, signs.side)
     rank, width = momentum.shape[1], shape[1] if signs.side == "in" else shape[0]
-    old_exponents, new_exponents = state.get("momentum_exponents"), gradient.exponents
-    if signs.side == "in":
-        inverse = None if old_exponents is None else -old_exponents
-        return momenta.carry_over(
-            momentum,
-            scaled_signs(old, rank, width, inverse, momentum.device),
-            scaled_signs(signs, rank, width, new_exponents, momentum.device),
-        )
-    # On the out side the scales belong to the rows of the momentum, not to the projection.
-    if old_exponents is not None and new_exponents is not None:
-        momentum = torch.ldexp(momentum, (new_exponents - old_exponents)[:, None])
-    return momenta.carry_over(
-        momentum, old.matrix(rank, width, device=momentum.device).T, signs.matrix(rank, width, device=momentum.device).T
-    )
+    if signs.side == "out":
+        old_signs, new_signs = (sign.matrix(rank, width, device=momentum.device).T for sign in (old, signs))
+    else:
+        exponents = state.get("moment_exponents")
+        inverse = None if exponents is None else -exponents
+        old_signs = scaled_signs(old, rank, width, inverse, momentum.device)
+        new_signs = scaled_signs(signs, rank, width, gradient.exponents, momentum.device)
+    return momenta.carry_over(momentum, old_signs, new_signs)

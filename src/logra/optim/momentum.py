@@ -29,6 +29,8 @@ def carry_over(momentum: Tensor, old_signs: Tensor, new_signs: Tensor) -> Tensor
     """The sketch momentum M = G Aᵀ expressed in new projections: M (A A'ᵀ) / in.
 
     M A / in is the smallest gradient with sketch M, up to the off-diagonal part of A Aᵀ ≈ in I; its sketch by A' follows.
+    Of all multiples of M A A'ᵀ this one, 1 / (in + r) up to r / in, comes closest to G A'ᵀ on average: most of G lies
+    outside the rows of A, so what is carried is short, and M A A'ᵀ / r, whose expectation is G A'ᵀ, is mostly noise.
 
     Args:
         momentum: M [rows, r].

@@ -31,12 +31,20 @@ class NonTargets:
         }
         self.parameters: dict[str, nn.Parameter] = {}
         self.adamw: torch.optim.AdamW | None = None
+        self.frozen: list[nn.Parameter] = []
         if config.non_target == "freeze":
-            for parameter in others.values():
+            self.frozen = list(others.values())
+            for parameter in self.frozen:
                 parameter.requires_grad_(False)
             return
         if not others:
             raise ConfigError("non_target='adamw', but every trainable parameter is a target: use non_target='freeze'")
+        for name, parameter in others.items():
+            if parameter.dtype != torch.float32:
+                raise ConfigError(
+                    f"non_target='adamw' needs float32 parameters, but {name!r} is {parameter.dtype}, in which small steps "
+                    f"would be lost. Use non_target='freeze', or load the model in float32."
+                )
         self.parameters = others
         self.adamw = torch.optim.AdamW(others.values(), lr=config.non_target_lr, weight_decay=config.weight_decay)
 

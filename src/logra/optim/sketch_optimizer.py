@@ -13,6 +13,7 @@ Nothing is written before 6, so a skipped step leaves weights, moments and versi
 """
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,9 +22,9 @@ from torch import Tensor, nn
 
 from logra import distributed, storage
 from logra.contracts import Delta
-from logra.errors import ConfigError, NonFiniteProbeError, ProbeError
+from logra.errors import ConfigError, LograError, NonFiniteProbeError, ProbeError
 from logra.hashing import derive_key
-from logra.optim import gradients, input_scaling
+from logra.optim import gradients, input_scaling, state
 from logra.optim.config import Config
 from logra.optim.layer import LayerGradient, Proposal, propose
 from logra.optim.non_targets import NonTargets
@@ -59,6 +60,12 @@ class SketchOptimizer(torch.optim.Optimizer):
             raise ConfigError(
                 f"give either a Config or settings, not both (got {', '.join(settings)} besides the Config)"
             )
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model is a {type(model).__name__}: give the nn.Module itself, not its parameters")
+        if config is not None and not isinstance(config, Config):
+            raise ConfigError(
+                f"config is a {type(config).__name__}: give a logra.Config, or settings as keyword arguments"
+            )
         self.config = config = config or Config.from_settings(settings)
         self.model = model
         self.targets = find_targets(model, config.target_modules)
@@ -69,13 +76,23 @@ class SketchOptimizer(torch.optim.Optimizer):
                 "params": [target.parameter for target in self.targets],
                 "lr": config.lr,
                 "fqns": [target.fqn for target in self.targets],
+                "shapes": [list(target.parameter.shape) for target in self.targets],
+                "settings": state.binding_settings(config),
                 "version": 0,
                 "num_skipped": 0,
             }
         ]
         if self._non_targets.adamw is not None:
             parameters = self._non_targets.parameters
-            groups.append({"params": list(parameters.values()), "lr": config.non_target_lr, "fqns": list(parameters)})
+            shapes = [list(parameter.shape) for parameter in parameters.values()]
+            groups.append(
+                {
+                    "params": list(parameters.values()),
+                    "lr": config.non_target_lr,
+                    "fqns": list(parameters),
+                    "shapes": shapes,
+                }
+            )
         self._built = False
         super().__init__(groups, {})
         self._built = True
@@ -83,7 +100,7 @@ class SketchOptimizer(torch.optim.Optimizer):
             for target in self.targets:
                 # A bf16 checkpoint is the fp32 value with nothing in the low plane.
                 self.state[target.parameter]["lo"] = torch.zeros_like(target.parameter, dtype=torch.int16)
-        self._capture = Capture(model, self.targets, self._sketch_spec(), self._out_side())
+        self._capture = Capture(model, self.targets, self._sketch_spec(), self._out_side(), self._non_targets.frozen)
         self._capture.begin_window(self._projection_index)
         self._probe: Any = None
         self._mismatch = 0.0
@@ -180,22 +197,23 @@ class SketchOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        try:
-            self._diagnostics = {}
-            self.last_update, self.last_skip = self._update()
-            self.param_groups[0]["num_skipped"] += self.last_skip is not None
-            self._diagnostics["skipped"] = float(self.num_skipped)
-        finally:
-            self._clear_window()
+        self._check_usable()
+        self._diagnostics = {}
+        # An error leaves everything as it is, the gradient too: the step can be repeated once its cause is gone.
+        self.last_update, self.last_skip = self._update()
+        self.param_groups[0]["num_skipped"] += self.last_skip is not None
+        self._diagnostics["skipped"] = float(self.num_skipped)
+        self._clear_window()
+        self._probe, self._mismatch = None, 0.0
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the sketches (and the inner AdamW's gradients) accumulated since the last step."""
+        """Drop the sketches (and the inner AdamW's gradients) accumulated since the last step; a probe stays."""
         super().zero_grad(set_to_none)
         self._clear_window()
 
     def detach(self) -> None:
-        """Give the model's modules their own forward back. The optimizer cannot be used afterwards."""
+        """Give the model's modules their own forward back and unfreeze what was frozen. The optimizer is then of no use."""
         self._capture.detach()
 
     # ---- the step ----
@@ -240,7 +258,7 @@ class SketchOptimizer(torch.optim.Optimizer):
         """Reduce the gradients and recover the targets' ones from their sketches, once a window."""
         if self._gradients is None:
             self._gradients = gradients.recover_all(self._capture, self.targets)
-            distributed.average_(list(self._non_targets.gradients().values()))
+            gradients.average_dense(self._non_targets.parameters)
         return self._gradients
 
     def _step_scale(self, proposals: Mapping[str, Proposal]) -> float:
@@ -249,11 +267,25 @@ class SketchOptimizer(torch.optim.Optimizer):
         return (self.param_groups[0]["lr"] * self._weight_norm() / update).item() if update > 0 else 0.0
 
     def _weight_norm(self) -> Tensor:
-        norms = [torch.linalg.vector_norm(target.weight, dtype=torch.float32) for target in self.targets]
-        return torch.linalg.vector_norm(torch.stack(norms))
+        norms = torch.stack([torch.linalg.vector_norm(target.weight, dtype=torch.float32) for target in self.targets])
+        norm = torch.linalg.vector_norm(norms)
+        if not torch.isfinite(norm):
+            names = [target.fqn for target, own in zip(self.targets, norms, strict=True) if not torch.isfinite(own)]
+            raise LograError(f"the weights of {', '.join(names)} are not finite: load a good checkpoint")
+        if norm == 0:
+            raise LograError(
+                "the weights of all targets are zero: lr is relative to their norm, so they would stay zero"
+            )
+        return norm
 
     def _decay(self, alpha: float) -> float:
-        return 1.0 - alpha * self.param_groups[0]["lr"] * self.config.weight_decay
+        decay = 1.0 - alpha * self.param_groups[0]["lr"] * self.config.weight_decay
+        if decay <= 0:
+            raise ConfigError(
+                f"weight_decay={self.config.weight_decay!r} with lr={self.param_groups[0]['lr']!r} and alpha={alpha!r} would "
+                f"take all of the weights away: their product must stay below 1"
+            )
+        return decay
 
     def _scale_and_round(
         self, moving: list[Target], proposals: Mapping[str, Proposal], scale: float, decay: float
@@ -263,11 +295,12 @@ class SketchOptimizer(torch.optim.Optimizer):
         if trust is None or scale == 0:
             # A learning rate of 0 (the first step of a warm-up) moves no weight: there is nothing to price.
             return self._round(proposals, scale, decay, attempt=0)
-        if self._probe is None:
+        if self._probe is None and distributed.num_processes() == 1:
             raise ProbeError("the trust region needs a probe: call set_probe(...) before every step()")
         deltas = {target.module: proposals[target.fqn].delta(scale, decay) for target in moving}
         decision = trust.predict(self.model, self._probe, deltas, step=self.version, mismatch=self._mismatch)
         self._diagnostics |= {"predicted_kl": decision.predicted_kl, "kl_budget": decision.budget}
+        del deltas  # the rounded ones take their place
         alpha = decision.alpha
         for attempt in range(_MAX_ATTEMPTS):
             updates = self._round(proposals, alpha * scale, self._decay(alpha), attempt)
@@ -300,14 +333,16 @@ class SketchOptimizer(torch.optim.Optimizer):
         change = torch.stack([update.delta().norm_squared() for update in updates.values()]).sum().sqrt()
         self._diagnostics["update_ratio"] = (change / self._weight_norm()).item()
         for target in moving:
-            state = self.state[target.parameter]
-            state.update(proposals[target.fqn].state)
-            lo: Tensor | None = state.get("lo")
+            lo: Tensor | None = self.state.get(target.parameter, {}).get("lo")
             if lo is not None and target.transposed:
                 lo = lo.T
             storage.apply_update_(updates[target.fqn], target.weight, lo)
+        for target in moving:
+            self.state[target.parameter].update(proposals[target.fqn].state)
         tensors = self._step_non_targets()
-        self._update_input_scales()
+        if self.config.input_scaling:
+            refresh = (self.version + 1) % self.config.refresh_every == 0
+            input_scaling.update_scales(self._capture, moving, self.state, refresh=refresh)
         version = self.version
         update = PolicyUpdate(
             base_version=version,
@@ -316,6 +351,7 @@ class SketchOptimizer(torch.optim.Optimizer):
             update_index=self._projection_index,
             weights=updates,
             tensors=tensors,
+            weight_storage=self.config.weight_storage,
         )
         self.param_groups[0]["version"] = version + 1
         return update
@@ -325,6 +361,14 @@ class SketchOptimizer(torch.optim.Optimizer):
     @property
     def _projection_index(self) -> int:
         return self.version // self.config.refresh_every
+
+    def _check_usable(self) -> None:
+        if self._capture.detached:
+            raise ConfigError("this optimizer was detached from its model: build a new one")
+        lr = self.param_groups[0]["lr"]
+        if not (math.isfinite(lr) and lr >= 0):
+            raise ConfigError(f"lr={lr!r}: must be finite and at least 0 (set by a scheduler or in param_groups)")
+        self._check_dtypes()
 
     def _check_dtypes(self) -> None:
         expected = {"fp32": torch.float32, "split32": torch.bfloat16}[self.config.weight_storage]
@@ -355,23 +399,7 @@ class SketchOptimizer(torch.optim.Optimizer):
 
     def _clear_window(self) -> None:
         self._capture.begin_window(self._projection_index)
-        self._gradients = self._probe = self._clip = None
-        self._mismatch = 0.0
-
-    def _update_input_scales(self) -> None:
-        """Fold this window's input moments into their EMA; the scales change together with the projections."""
-        if not self.config.input_scaling:
-            return
-        owners = {id(self._capture.shared_input(target.fqn)): target for target in reversed(self.targets)}
-        for shared in self._capture.shared_inputs():
-            if shared.square_sum is None:
-                continue
-            mean = shared.square_sum / shared.num_tokens
-            distributed.average_([mean])
-            state = self.state[owners[id(shared)].parameter]
-            state["input_second_moment"] = input_scaling.moment_ema(state.get("input_second_moment"), mean)
-            if (self.version + 1) % self.config.refresh_every == 0:
-                shared.exponents = state["input_exponents"] = input_scaling.exponents(state["input_second_moment"])
+        self._gradients = self._clip = None
 
     def _step_non_targets(self) -> dict[str, Tensor]:
         if self._non_targets.adamw is None:
@@ -395,26 +423,21 @@ class SketchOptimizer(torch.optim.Optimizer):
         """Load what `state_dict()` returned: tensors keep their own dtype, whatever the dtype of the parameters.
 
         Raises:
-            ConfigError: the state belongs to other targets.
+            ConfigError: the state belongs to other targets, or was saved with other settings.
         """
-        groups = state_dict["param_groups"]
-        if [group["fqns"] for group in groups] != [group["fqns"] for group in self.param_groups]:
-            raise ConfigError("load_state_dict: the state was saved for other parameters than those of this optimizer")
+        groups = state_dict.get("param_groups", [])
+        state.check_groups(self.param_groups, groups)
         for own, group in zip(self.param_groups, groups, strict=True):
             own.update({name: value for name, value in group.items() if name != "params"})
             for parameter, index in zip(own["params"], group["params"], strict=True):
-                saved = state_dict["state"].get(index, {})
-                self.state[parameter] = {
-                    name: value.to(parameter.device, copy=True) if isinstance(value, Tensor) else value
-                    for name, value in saved.items()
-                }
+                self.state[parameter] = state.on_device_of(parameter, state_dict["state"].get(index, {}))
         if self._non_targets.adamw is not None:
             for parameter in self.param_groups[1]["params"]:
                 self._non_targets.adamw.state[parameter] = self.state[parameter]
         for target in self.targets:
-            exponents = self.state.get(target.parameter, {}).get("input_exponents")
+            exponents = self.state[target.parameter].get("input_exponents")
             if exponents is not None:
-                self._capture.shared_input(target.fqn).exponents = exponents
+                self._capture.set_exponents(target.fqn, exponents)
         self._clear_window()
 
 

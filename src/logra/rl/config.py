@@ -5,8 +5,9 @@ per step; a method only decides how a gradient becomes new weights. `preset` hol
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from logra.errors import ConfigError
 from logra.optim import Config
@@ -19,6 +20,32 @@ METHODS: tuple[str, ...] = get_args(Method)
 def _require(condition: bool, name: str, value: Any, allowed: str) -> None:
     if not condition:
         raise ConfigError(f"{name}={value!r}: {allowed}")
+
+
+def _require_integer(name: str, value: Any, least: int, unit: str = "") -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    _require(whole and value >= least, name, value, f"an integer of at least {least}{unit and f' ({unit})'}")
+
+
+def _require_number(name: str, value: Any, *, above: float | None = None) -> None:
+    """A finite number above `above`; None: of at least 0."""
+    finite = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    _require(
+        finite and (value >= 0 if above is None else value > above),
+        name,
+        value,
+        f"a finite number {'of at least 0' if above is None else f'above {above:g}'}",
+    )
+
+
+def _require_choices(config: Any, prefix: str = "") -> None:
+    """Every field that lists its values holds one of them. The command line checks this too, Python does not."""
+    for name, kind in type(config).__annotations__.items():
+        if get_origin(kind) is Literal:
+            allowed = get_args(kind)
+            _require(
+                getattr(config, name) in allowed, prefix + name, getattr(config, name), f"one of {', '.join(allowed)}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,18 +66,17 @@ class RolloutConfig:
     """Address of the server, for engine vllm_server; null is http://127.0.0.1:8000."""
 
     def __post_init__(self) -> None:
-        engines = get_args(type(self).__annotations__["engine"])
-        _require(self.engine in engines, "rollout.engine", self.engine, f"one of {', '.join(engines)}")
+        _require_choices(self, "rollout.")
         _require(
             self.server_url is None or self.engine == "vllm_server",
             "rollout.server_url",
             self.server_url,
             "has an effect with rollout.engine=vllm_server only",
         )
-        _require(self.num_prompts >= 1, "rollout.num_prompts", self.num_prompts, "at least 1 prompt per step")
-        _require(self.num_samples >= 2, "rollout.num_samples", self.num_samples, "a group needs at least 2 samples")
-        _require(self.max_new_tokens >= 1, "rollout.max_new_tokens", self.max_new_tokens, "at least 1 token")
-        _require(self.temperature > 0, "rollout.temperature", self.temperature, "above 0")
+        _require_integer("rollout.num_prompts", self.num_prompts, 1, "prompts per step")
+        _require_integer("rollout.num_samples", self.num_samples, 2, "samples of a group")
+        _require_integer("rollout.max_new_tokens", self.max_new_tokens, 1, "tokens")
+        _require_number("rollout.temperature", self.temperature, above=0)
 
     @property
     def num_completions(self) -> int:
@@ -62,8 +88,8 @@ class RolloutConfig:
 class LossConfig:
     """GRPO's loss, in TRL's terms."""
 
-    loss_type: str = "dapo"
-    """How token losses are averaged: TRL's loss_type (dapo, grpo, bnpo, dr_grpo, ...)."""
+    loss_type: Literal["dapo", "grpo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo"] = "dapo"
+    """The loss of a token and how tokens are averaged: TRL's loss_type."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """What advantages are divided by: the standard deviation of the group, of the batch, or nothing."""
     epsilon: float = 0.2
@@ -74,9 +100,10 @@ class LossConfig:
     """Completions per forward and backward pass."""
 
     def __post_init__(self) -> None:
-        _require(self.beta >= 0, "loss.beta", self.beta, "at least 0")
-        _require(self.epsilon > 0, "loss.epsilon", self.epsilon, "above 0")
-        _require(self.micro_batch_size >= 1, "loss.micro_batch_size", self.micro_batch_size, "at least 1 completion")
+        _require_choices(self, "loss.")
+        _require_number("loss.beta", self.beta)
+        _require_number("loss.epsilon", self.epsilon, above=0)
+        _require_integer("loss.micro_batch_size", self.micro_batch_size, 1, "completions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +116,11 @@ class AdamWConfig:
     """Decoupled weight decay."""
     max_grad_norm: float = 1.0
     """Gradient norm above which gradients are scaled down; 0 never."""
+
+    def __post_init__(self) -> None:
+        _require_number("adamw.lr", self.lr, above=0)
+        _require_number("adamw.weight_decay", self.weight_decay)
+        _require_number("adamw.max_grad_norm", self.max_grad_norm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +137,10 @@ class LoraConfig:
     """Gradient norm above which gradients are scaled down; 0 never."""
 
     def __post_init__(self) -> None:
-        _require(self.rank >= 1, "lora.rank", self.rank, "at least 1")
+        _require_integer("lora.rank", self.rank, 1)
+        _require_number("lora.alpha", self.alpha, above=0)
+        _require_number("lora.lr", self.lr, above=0)
+        _require_number("lora.max_grad_norm", self.max_grad_norm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,29 +163,44 @@ class RunConfig:
     """CPU threads of torch; null leaves torch's own choice (OMP_NUM_THREADS)."""
     num_logged_samples: int = 4
     """Completions per step that are written to samples.jsonl."""
+    anchor_every: int = 0
+    """Updates between two anchors (full weights) in the log of updates, which bound the time to catch up; 0 never."""
     report_to: tuple[str, ...] = ()
     """Experiment trackers for the metrics, by TRL's names (tensorboard, trackio, wandb, ...)."""
 
     def __post_init__(self) -> None:
-        _require(self.num_steps >= 1, "run.num_steps", self.num_steps, "at least 1 step")
-        _require(self.seed >= 0, "run.seed", self.seed, "at least 0")
-        _require(self.warmup_steps >= 0, "run.warmup_steps", self.warmup_steps, "at least 0 steps")
-        _require(self.num_logged_samples >= 0, "run.num_logged_samples", self.num_logged_samples, "at least 0")
-        _require(
-            self.num_threads is None or self.num_threads >= 1,
-            "run.num_threads",
-            self.num_threads,
-            "at least 1, or null",
-        )
+        _require_choices(self, "run.")
+        _require_integer("run.num_steps", self.num_steps, 1, "steps")
+        _require_integer("run.seed", self.seed, 0)
+        _require(self.seed < 2**32, "run.seed", self.seed, "below 2**32, as numpy's generator needs it")
+        _require_integer("run.warmup_steps", self.warmup_steps, 0, "steps")
+        _require_integer("run.anchor_every", self.anchor_every, 0, "updates")
+        _require_integer("run.num_logged_samples", self.num_logged_samples, 0, "completions")
+        if self.num_threads is not None:
+            _require_integer("run.num_threads", self.num_threads, 1, "threads, or null")
 
 
-def _demo_trust() -> TrustRegion:
-    return TrustRegion(kl_budget=0.03, kl_budget_final=0.01, schedule_steps=15)
+def preset(method: str) -> dict[str, Any]:
+    """The groups that a method starts from; flags and files change single fields of them."""
+    if method == "paper":
+        trust = TrustRegion(kl_budget=2e-4, kl_budget_final=2e-5, schedule_steps=300, alpha_max=3.0)
+        sketch = Config.paper()
+    else:
+        trust = TrustRegion(kl_budget=0.03, kl_budget_final=0.01, schedule_steps=15)
+        sketch = Config(lr=1e-4)
+    return {"logra": sketch, "trust": trust, "adamw": AdamWConfig(), "lora": LoraConfig()}
+
+
+_NOT_GIVEN = preset("logra")
+"""What the groups hold until `TrainConfig` knows the method; recognised by identity, never by value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Everything about a run of `logra train`."""
+    """Everything about a run of `logra train`.
+
+    The groups logra, trust, adamw and lora are those of `preset(method)` where they are not given.
+    """
 
     output_dir: str
     """Folder for the results; must be new or empty unless overwrite."""
@@ -173,21 +223,34 @@ class TrainConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     run: RunConfig = field(default_factory=RunConfig)
-    logra: Config = field(default_factory=lambda: Config(lr=1e-4))
-    trust: TrustRegion = field(default_factory=_demo_trust)
-    adamw: AdamWConfig = field(default_factory=AdamWConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    logra: Config = field(default_factory=lambda: _NOT_GIVEN["logra"])
+    trust: TrustRegion = field(default_factory=lambda: _NOT_GIVEN["trust"])
+    adamw: AdamWConfig = field(default_factory=lambda: _NOT_GIVEN["adamw"])
+    lora: LoraConfig = field(default_factory=lambda: _NOT_GIVEN["lora"])
 
     def __post_init__(self) -> None:
         _require(bool(self.output_dir), "output_dir", self.output_dir, "the path of a folder is needed")
-        _require(self.method in METHODS, "method", self.method, f"one of {', '.join(METHODS)}")
-        _require(self.num_heldout >= 0, "num_heldout", self.num_heldout, "at least 0 problems")
+        _require_choices(self)
+        for group, settings in preset(self.method).items():
+            if getattr(self, group) is _NOT_GIVEN[group]:
+                object.__setattr__(self, group, settings)
+        _require_integer("num_heldout", self.num_heldout, 0, "problems")
         if self.logra.trust is not None:
             raise ConfigError("logra.trust: set the trust region in the group trust")
+        if self.logra.weight_storage == "split32" and self.logra.non_target == "adamw":
+            raise ConfigError(
+                "logra.non_target='adamw' with logra.weight_storage='split32': the model is loaded in bfloat16, in which the "
+                "small steps of AdamW would be lost. Set logra.non_target=freeze or logra.weight_storage=fp32"
+            )
         if self.rollout.engine != "transformers" and self.method not in ("logra", "paper"):
             raise ConfigError(
                 f"rollout.engine={self.rollout.engine!r}: method={self.method} makes no updates that an engine could "
                 f"follow; allowed is transformers"
+            )
+        if self.rollout.engine != "transformers" and self.loss.loss_type == "vespo":
+            raise ConfigError(
+                f"loss.loss_type='vespo' with rollout.engine={self.rollout.engine!r}: TRL corrects for the engine's own "
+                f"probabilities in a way that this loss does not take; allowed is another loss, or transformers"
             )
         completions, micro = self.rollout.num_completions, self.loss.micro_batch_size
         if completions % micro:
@@ -213,16 +276,6 @@ class TrainConfig:
     def optimizer_config(self) -> Config:
         """The settings of `SketchOptimizer`, trust region included."""
         return dataclasses.replace(self.logra, trust=self.trust if self.use_trust else None)
-
-
-def preset(method: str) -> dict[str, Any]:
-    """The groups that a method starts from; flags and files change single fields of them."""
-    if method == "paper":
-        trust = TrustRegion(kl_budget=2e-4, kl_budget_final=2e-5, schedule_steps=300, alpha_max=3.0)
-        sketch = Config.paper()
-    else:
-        trust, sketch = _demo_trust(), Config(lr=1e-4)
-    return {"logra": sketch, "trust": trust, "adamw": AdamWConfig(), "lora": LoraConfig()}
 
 
 def changed_fields(config: Any, reference: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a run shows while it trains: a table that grows and a progress bar on a terminal, plain lines elsewhere."""
+"""What a run shows while it trains: a table and a progress bar on a terminal, plain lines elsewhere."""
 
 from collections.abc import Mapping
 from types import TracebackType
@@ -10,6 +10,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 GIB = 2**30
+
+_FRAME_LINES = 6
+"""Lines beside the rows: three rules and the header of the table, the progress bar, and the line of the cursor."""
 
 
 class Display(Protocol):
@@ -81,20 +84,28 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-    """A table with one row per step over a progress bar."""
+    """A table of the last steps over a progress bar. It is never higher than the terminal, since what has scrolled out
+    of the screen cannot be drawn anew and would be printed again with every refresh.
+    """
 
     def __init__(self, num_steps: int, console: Console) -> None:
-        self._table = Table()
-        for name in ("step", *cells({})):
-            self._table.add_column(name, justify="right")
+        self._console = console
+        self._rows: list[tuple[str, ...]] = []
         self._progress = Progress(
             TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
             console=console,
         )  # fmt: skip
         self._bar = self._progress.add_task("training", total=num_steps)
-        self._live = Live(
-            Group(self._table, self._progress), console=console, refresh_per_second=4, vertical_overflow="visible"
-        )
+        self._live = Live(get_renderable=self._view, console=console, refresh_per_second=4, vertical_overflow="crop")
+
+    def _view(self) -> Group:
+        table = Table()
+        for name in ("step", *cells({})):
+            table.add_column(name, justify="right", no_wrap=True)
+        num_rows = max(self._console.height - _FRAME_LINES, 1)
+        for row in self._rows[-num_rows:]:
+            table.add_row(*row)
+        return Group(table, self._progress)
 
     def __enter__(self) -> "LiveDisplay":
         self._live.__enter__()
@@ -107,9 +118,9 @@ class LiveDisplay:
 
     def add_step(self, metrics: Mapping[str, Any]) -> None:
         """Add a row."""
-        self._table.add_row(str(metrics["step"]), *cells(metrics).values())
+        self._rows.append((str(metrics["step"]), *cells(metrics).values()))
         self._progress.update(self._bar, completed=metrics["step"])
 
     def say(self, text: str) -> None:
         """Print a line above the table."""
-        self._live.console.print(text, highlight=False, markup=False)
+        self._console.print(text, highlight=False, markup=False)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from logra.rl.rewards import check_rewards
+from logra.rl.rewards import checked
 from logra.rl.tasks import Row, Task
 
 BATCH_SIZE = 64
@@ -44,7 +44,8 @@ def heldout_score(
 def _score(task: Task, rows: list[Row], ids: list[list[int]], completions: list[Any]) -> list[float | None]:
     """Rewards of completions, called as TRL calls a reward function."""
     columns = {name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"}
-    values = task.reward(
+    reward = checked(task.reward, getattr(task.reward, "__name__", "reward"))
+    values = reward(
         prompts=[row["prompt"] for row in rows],
         completions=completions,
         completion_ids=ids,
@@ -53,9 +54,7 @@ def _score(task: Task, rows: list[Row], ids: list[list[int]], completions: list[
         log_metric=lambda *_: None,
         **columns,
     )
-    if inspect.isawaitable(values):
-        values = asyncio.run(_wait_for(values))
-    return check_rewards(values, name=getattr(task.reward, "__name__", "reward"), num_completions=len(rows))
+    return asyncio.run(_wait_for(values)) if inspect.isawaitable(values) else values
 
 
 async def _wait_for(values: Any) -> Any:

@@ -1,7 +1,7 @@
 """TRL's GRPO trainer with the gaps closed that every method of `logra` would fall into, whatever its optimizer.
 
 Owns: checked rewards, advantages that are exactly 0 where a group carries no signal, log-probabilities of the
-completion alone (on CPU), and the metrics of a step. Everything else is TRL's, every TRL argument works.
+completion alone (on CPU), and the metrics of a step. Everything else is TRL's, and so are the arguments.
 
 TRL's tensors, with B completions of one micro-batch: prompt_ids and prompt_mask [B, P] (padded on the left),
 completion_ids and completion_mask [B, C] (padded on the right), advantages fp32 [B]. Padding is known by the masks
@@ -9,11 +9,13 @@ alone, since many tokenizers pad with a token that also occurs in the text.
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 from typing import Any
 
 import torch
+from datasets import IterableDataset
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl.trainer.grpo_config import GRPOConfig
@@ -23,7 +25,13 @@ from logra.errors import DataError
 from logra.rl.logprobs import completion_log_probs
 from logra.rl.metrics import StepClock, peak_memory_bytes, reward_metrics
 from logra.rl.rewards import checked, require_finite, signal_free_rows
-from logra.rl.shared_prompts import can_share_prompts, order_by_prompt, shared_prefill
+from logra.rl.shared_prompts import can_share_prompts, continues_prefill, order_by_prompt, shared_prefill
+
+_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
+CHECKPOINTING = next(
+    name for name in _CHECKPOINTING if name in {field.name for field in dataclasses.fields(GRPOConfig)}
+)
+"""The argument that trades recomputation for memory. vLLM holds transformers at versions with its older name."""
 
 
 class CheckedGRPOTrainer(TRLTrainer):
@@ -32,7 +40,7 @@ class CheckedGRPOTrainer(TRLTrainer):
     Takes TRL's arguments. `GRPOTrainer` adds the sketch optimizer; the dense AdamW and LoRA baselines use this class.
 
     Raises:
-        DataError: no training rows, or a reward function that returns something unusable.
+        DataError: fewer training rows than one generation takes, or a reward function that returns something unusable.
     """
 
     model: Any  # transformers types these more loosely than TRL guarantees them
@@ -40,7 +48,7 @@ class CheckedGRPOTrainer(TRLTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any):
         given = inspect.signature(TRLTrainer.__init__).bind(self, *args, **kwargs).arguments
-        _require_rows(given.get("train_dataset"))
+        _require_rows(given.get("train_dataset"), given.get("args"))
         super().__init__(*args, **kwargs)
         self.reward_funcs: list[Any] = [
             function if isinstance(function, nn.Module) else checked(function, name)
@@ -67,6 +75,7 @@ class CheckedGRPOTrainer(TRLTrainer):
     def _generate_single_turn(self, prompt_ids: Any, images: Any, multimodal_fields: Any, *args: Any, **kw: Any) -> Any:
         shares = self._shares_prompts and not images and not multimodal_fields and not self.use_vllm
         policy = self.accelerator.unwrap_model(self.model_wrapped)
+        shares = shares and continues_prefill(self.generation_config, policy.generation_config)
         with shared_prefill(policy) if shares else contextlib.nullcontext():
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields, *args, **kw)
 
@@ -159,17 +168,25 @@ class CheckedGRPOTrainer(TRLTrainer):
         takes_it = "logits_to_keep" in inspect.signature(type(self._language_model).forward).parameters
         return self.accelerator.device.type == "cpu" and takes_it and not self.args.cast_lm_head_to_fp32
 
-    @functools.cached_property
+    @property
     def _shares_prompts(self) -> bool:
-        """Whether a prompt is run once for all completions of its group.
+        """Whether a prompt is run once for all completions of its group, from now on.
 
-        It takes two forwards per backward, which distributed wrappers do not expect, and keys and values that live
-        until the backward, which activation checkpointing drops.
+        It takes keys and values that live until the backward, which activation checkpointing drops. The model itself
+        is asked every time, since a user can switch that on without TRL's argument.
         """
+        return (
+            self._can_share_prompts
+            and not getattr(self.args, CHECKPOINTING)
+            and not any(getattr(module, "gradient_checkpointing", False) for module in self._language_model.modules())
+        )
+
+    @functools.cached_property
+    def _can_share_prompts(self) -> bool:
+        """Whether model and processes allow it: it takes two forwards per backward, unknown to distributed wrappers."""
         return (
             self._head_scores_every_position
             and self.accelerator.num_processes == 1
-            and not self.args.activation_checkpointing
             and can_share_prompts(self._language_model)
         )
 
@@ -239,6 +256,20 @@ class _StepEvents(TrainerCallback):
         self._trainer._on_step_end()
 
 
-def _require_rows(dataset: Any) -> None:
-    if hasattr(dataset, "__len__") and len(dataset) == 0:
+def _require_rows(dataset: Any, args: GRPOConfig | None) -> None:
+    """Refuse too few rows: TRL drops the incomplete batch and ends after zero steps without an error."""
+    if dataset is None or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        return  # the environment owns the data, or how much of it there is shows in its stream only
+    if len(dataset) == 0:
         raise DataError("train_dataset has no rows: training would end after zero steps")
+    if args is None:
+        args = GRPOConfig()  # as TRL does
+    batch_size: Any = args.generation_batch_size
+    num_prompts = batch_size // args.num_generations
+    if len(dataset) < num_prompts:
+        raise DataError(
+            f"train_dataset has {len(dataset)} rows, but one generation takes {num_prompts} prompts (generation_batch_size="
+            f"{batch_size} completions on all processes, num_generations={args.num_generations} of each prompt): "
+            f"training would end after zero steps. Add rows, or lower per_device_train_batch_size, "
+            f"gradient_accumulation_steps or generation_batch_size"
+        )

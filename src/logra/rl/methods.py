@@ -4,20 +4,25 @@ All methods get the same TRL settings: prompts in the same order, one rollout of
 over the same micro-batches. They differ in the trainer's optimizer, its learning rate, and in LoRA's adapters.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import torch
 from datasets import Dataset
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.integrations.integration_utils import get_available_reporting_integrations
 from trl.trainer.grpo_config import GRPOConfig
 
-from logra.errors import ConfigError
+from logra.errors import ConfigError, DataError
 from logra.rl.config import TrainConfig
 from logra.rl.default_model import MODEL_ID, default_model_path
-from logra.rl.grpo import CheckedGRPOTrainer
+from logra.rl.grpo import CHECKPOINTING, CheckedGRPOTrainer
 from logra.rl.tasks import Task
 from logra.rl.trainer import GRPOTrainer
+from logra.sync import DirectoryLog, Publisher
 
 
 def model_location(model: str) -> str:
@@ -38,34 +43,91 @@ def model_location(model: str) -> str:
     return model
 
 
-def load_model(config: TrainConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_model(config: TrainConfig, task: Task) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load model and tokenizer.
 
     Raises:
-        ConfigError: they cannot be loaded, or the tokenizer has no chat template although one is needed.
+        ConfigError: they cannot be loaded, weights are missing, or the tokenizer has no chat template although one is
+            needed.
     """
     location = model_location(config.model)
     dtype = torch.bfloat16 if config.logra.weight_storage == "split32" else torch.float32
     try:
         tokenizer = AutoTokenizer.from_pretrained(location, padding_side="left")
-        model = AutoModelForCausalLM.from_pretrained(location, dtype=dtype)
-    except (OSError, ValueError) as error:
+        # What does not fit is reported, with all that is missing, below.
+        model, report = AutoModelForCausalLM.from_pretrained(
+            location, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"model={config.model!r} cannot be loaded: {error}") from error
+    _require_all_weights(config.model, report)
+    if tokenizer.chat_template is None and not isinstance(task.train[0]["prompt"], str):
+        raise ConfigError(
+            f"model={config.model!r}: its tokenizer has no chat template, but the prompts of task={task.name!r} are "
+            f"chats. Choose an instruction-tuned model, or a task whose prompts are text"
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model, tokenizer
 
 
+def _require_all_weights(model: str, report: dict[str, Any]) -> None:
+    """Refuse a checkpoint that leaves weights at random; tied weights are not missing.
+
+    Args:
+        model: as the user gave it.
+        report: transformers' loading info, with `missing_keys` and `mismatched_keys` (name, shape found, shape needed).
+    """
+    absent = sorted(report["missing_keys"])
+    misfits = sorted(f"{name} {list(found)} instead of {list(needed)}" for name, found, needed in report["mismatched_keys"])
+    for what, names in (("lacks", absent), ("has other shapes of", misfits)):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ConfigError(
+                f"model={model!r}: the checkpoint {what} {', '.join(names[:3])}{more}. They would be trained from random "
+                f"values: use a complete checkpoint of this architecture"
+            )
+
+
+def training_set(task: Task) -> Dataset:
+    """The rows to train on, as TRL takes them.
+
+    Raises:
+        DataError: a column holds values of several types.
+    """
+    try:
+        return Dataset.from_list(task.train)
+    except (pyarrow.ArrowException, TypeError, ValueError) as error:
+        raise DataError(
+            f"task={task.name!r}: its rows do not form a table, each column of one type: {error}"
+        ) from error
+
+
 def build_trainer(
-    config: TrainConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task
+    config: TrainConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    reward: Callable[..., Any],
+    dataset: Dataset,
+    arguments: GRPOConfig,
 ) -> CheckedGRPOTrainer:
-    """The trainer of the method, ready to train."""
+    """The trainer of the method, ready to train.
+
+    Args:
+        config: the run.
+        model: the policy, from `load_model`.
+        tokenizer: its tokenizer.
+        reward: TRL reward function of the task.
+        dataset: from `training_set`.
+        arguments: from `trl_arguments`.
+    """
     common: dict[str, Any] = {
         "model": model,
         "processing_class": tokenizer,
-        "reward_funcs": task.reward,
-        "args": trl_arguments(config),
-        "train_dataset": Dataset.from_list(task.train),
+        "reward_funcs": reward,
+        "args": arguments,
+        "train_dataset": dataset,
     }
     if config.method in ("logra", "paper"):
         trainer: CheckedGRPOTrainer = GRPOTrainer(logra=config.optimizer_config, **common)
@@ -85,7 +147,25 @@ def build_trainer(
 
 
 def trl_arguments(config: TrainConfig) -> GRPOConfig:
-    """TRL's settings of a run."""
+    """TRL's settings of a run. They need no model, so that what they refuse is refused before it loads.
+
+    Raises:
+        ConfigError: a setting that this machine or TRL does not take, or a tracker that is not there.
+    """
+    available = get_available_reporting_integrations()
+    for name in config.run.report_to:
+        if name not in available:
+            raise ConfigError(
+                f"run.report_to={name!r}: not a tracker, or its package is not installed. "
+                f"Available: {', '.join(available) or 'none'}"
+            )
+    try:
+        return _grpo_config(config)
+    except ValueError as error:
+        raise ConfigError(f"TRL refuses the settings: {error}") from error
+
+
+def _grpo_config(config: TrainConfig) -> GRPOConfig:
     accumulation = config.rollout.num_completions // config.loss.micro_batch_size
     return GRPOConfig(
         output_dir=config.output_dir,
@@ -104,12 +184,12 @@ def trl_arguments(config: TrainConfig) -> GRPOConfig:
         bf16=config.run.precision == "bf16",
         use_cpu=config.run.device == "cpu" or not torch.accelerator.is_available(),
         dataloader_pin_memory=False,
-        activation_checkpointing=False,
         seed=config.run.seed,
         report_to=list(config.run.report_to),
         save_strategy="no",
         logging_steps=1,
         disable_tqdm=True,
+        **{CHECKPOINTING: False},
         **_engine_arguments(config),
         **_optimizer_arguments(config),
     )
@@ -158,10 +238,19 @@ def count_parameters(trainer: CheckedGRPOTrainer) -> dict[str, int]:
     return {"sketched": 0, "dense": dense, "frozen": total - dense}
 
 
-def save_trained(trainer: CheckedGRPOTrainer, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Save the policy as a plain Hugging Face folder; LoRA adapters are merged into the weights."""
+def publish_updates(config: TrainConfig, trainer: CheckedGRPOTrainer, folder: Path) -> None:
+    """Let a trainer of sketches put every update into a log; the baselines make none."""
+    if isinstance(trainer, GRPOTrainer):
+        publisher = Publisher(
+            DirectoryLog(folder),
+            trainer.sketch_optimizer,
+            base_model=config.model,
+            anchor_every=config.run.anchor_every,
+        )
+        trainer.publish_to(publisher)
+
+
+def trained_policy(trainer: CheckedGRPOTrainer) -> PreTrainedModel:
+    """The plain model that was trained; LoRA adapters are merged into its weights, which ends their training."""
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
-    if hasattr(model, "merge_and_unload"):
-        model = model.merge_and_unload()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model

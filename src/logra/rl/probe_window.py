@@ -70,7 +70,9 @@ class ProbeWindow:
                 return average
         rollout = torch.cat([_flat(batch, "sampling_per_token_logps") for batch in self._batches])
         trainer = torch.cat([_flat(batch, "old_per_token_logps") for batch in self._batches])
-        known = ~rollout.isnan()  # an engine reports NaN where it has no log-probability
+        # An engine reports NaN where it has no log-probability. Where the trainer's is not finite, neither is the gradient,
+        # and the optimizer skips the step on all processes; an error here would leave the others waiting for this one.
+        known = rollout.isfinite() & trainer.isfinite()
         if not known.any():
             return average
         return update_mismatch(average, rollout[known], trainer[known], torch.ones_like(rollout[known]))

@@ -9,13 +9,14 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from logra.errors import DataError
+from logra.errors import DataError, LograError
 
 RewardFunction = Callable[..., Any]
 
@@ -48,7 +49,8 @@ def check_rewards(values: Any, *, name: str, num_completions: int) -> list[float
     """
     if isinstance(values, Tensor):
         values = values.tolist()
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+    # A mapping would yield its keys, and a set its members in an order of its own.
+    if isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Iterable):
         raise DataError(
             f"reward function {name!r} returned {type(values).__name__}: it must return a list with one number "
             f"(or None) per completion"
@@ -66,6 +68,8 @@ def _check_value(value: Any, name: str, index: int) -> float | None:
     if value is None:
         return None
     try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError
         number = float(value)
     except (TypeError, ValueError):
         raise DataError(
@@ -80,22 +84,38 @@ def _check_value(value: Any, name: str, index: int) -> float | None:
 
 
 def checked(function: RewardFunction, name: str) -> RewardFunction:
-    """`function` with its return value checked; an async function stays async. See `check_rewards`."""
+    """`function` with its return value checked (see `check_rewards`); an async function stays async.
+
+    What it raises becomes a DataError that names it.
+    """
     call = function.func if isinstance(function, functools.partial) else function
     if inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(getattr(call, "__call__", None)):  # noqa: B004
 
         async def checked_async(**kwargs: Any) -> list[float | None]:
-            return check_rewards(await function(**kwargs), name=name, num_completions=len(kwargs["completions"]))
+            with _named(name):
+                return check_rewards(await function(**kwargs), name=name, num_completions=len(kwargs["completions"]))
 
         wrapper: RewardFunction = checked_async
     else:
 
         def checked_sync(**kwargs: Any) -> list[float | None]:
-            return check_rewards(function(**kwargs), name=name, num_completions=len(kwargs["completions"]))
+            with _named(name):
+                return check_rewards(function(**kwargs), name=name, num_completions=len(kwargs["completions"]))
 
         wrapper = checked_sync
     wrapper.__name__ = name
     return wrapper
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Inside, every error but `logra`'s own says which reward function raised it."""
+    try:
+        yield
+    except LograError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise DataError(f"reward function {name!r} raised {type(error).__name__}: {error}") from error
 
 
 def require_finite(rewards: Tensor, names: Sequence[str]) -> None:

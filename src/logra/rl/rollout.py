@@ -3,7 +3,7 @@
 An engine is a class in the place of TRL's `VLLMGeneration`, named by an entry point of the group `logra.rollout_engines`.
 Besides TRL's methods it has
 
-    follow(find_optimizer)    whose weights it shall have
+    follow(find)              find() returns the optimizer whose weights it shall have, and the log of its updates or None
     add(update)               an update that the optimizer has applied (None: a skipped step)
     last_delivery             version, num_bytes and seconds of the last synchronisation; None before the first
     sampled_version           version that sampled the last completions

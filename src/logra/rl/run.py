@@ -1,12 +1,14 @@
 """A run of `logra train`, from a configuration to a folder of results.
 
-Order: whatever can be wrong with the folder, the task and the settings is found before the model is loaded; the
-configuration is written before training; every step is on disk when the next begins.
+Order: whatever can be wrong with the folder, the task and the settings is found before the model is loaded; a run that is
+to be replaced is removed when the trainer of the new one stands, and the configuration is written then; every step is on
+disk when the next begins; the trained model is on disk before it is scored.
 """
 
 import math
 import time
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from logra.errors import LograError
 from logra.rl.config import TrainConfig
 from logra.rl.display import Display, make_display
 from logra.rl.metrics import peak_memory_bytes
@@ -48,6 +51,8 @@ def train(config: TrainConfig, console: Console | None = None) -> Outcome:
     Raises:
         ConfigError: the output folder is taken, or the model cannot be used.
         DataError: the task cannot be used, or a reward function returned something that cannot be trained on.
+        KeyboardInterrupt: Ctrl-C outside of the training, with what is on disk as its message. (During the training
+            it ends the run after the step, and a second one at once, without an error.)
     """
     if config.run.num_threads is not None:
         torch.set_num_threads(config.run.num_threads)
@@ -55,8 +60,18 @@ def train(config: TrainConfig, console: Console | None = None) -> Outcome:
         silence_libraries()
         task = _load_task(config)
         folder = RunFolder(config.output_dir, overwrite=config.overwrite)
-        folder.write_config(config)
-        return _Run(config, task, folder, make_display(config.run.num_steps, console)).execute()
+        _require_inputs_outside(config, folder)
+        try:
+            return _Run(config, task, folder, make_display(config.run.num_steps, console)).execute()
+        except KeyboardInterrupt as interrupt:
+            raise KeyboardInterrupt(folder.contents()) from interrupt
+
+
+def _require_inputs_outside(config: TrainConfig, folder: RunFolder) -> None:
+    """Refuse to replace a run by one that reads it."""
+    for field, source in (("model", config.model), ("dataset", config.dataset), ("task", config.task)):
+        if source is not None:
+            folder.require_outside(field, source)
 
 
 def _load_task(config: TrainConfig) -> Task:
@@ -75,30 +90,39 @@ class _Run:
     """One run and its parts."""
 
     def __init__(self, config: TrainConfig, task: Task, folder: RunFolder, display: Display) -> None:
-        from logra.rl.methods import build_trainer, load_model
+        from logra.rl.methods import build_trainer, load_model, publish_updates, training_set, trl_arguments
 
         self._config = config
         self._task = task
         self._folder = folder
         self._display = display
+        arguments, dataset = trl_arguments(config), training_set(task)
         display.say(f"Loading {config.model}")
-        self._model, self._tokenizer = load_model(config)
-        self._trainer = build_trainer(config, self._model, self._tokenizer, task)
+        model, self._tokenizer = load_model(config, task)
+        self._trainer = build_trainer(
+            config, model, self._tokenizer, reward=task.reward, dataset=dataset, arguments=arguments
+        )
+        folder.create()
+        folder.write_config(config)
+        publish_updates(config, self._trainer, folder.updates)
         self._recorder = StepRecorder(folder, display, self._samples)
         self._stopper = StopOnInterrupt(display)
 
     def execute(self) -> Outcome:
         """Evaluate, train, save, evaluate."""
+        from logra.rl.methods import trained_policy
+
         self._introduce()
-        before = self._score()
+        before = self._score(self._trainer.model)
         if before is not None:
             self._display.say(f"Held-out {self._task.score_name} before: {before:.3f}")
-        seconds, stopped_at_once = self._train()
-        after = None
+        seconds, stopped_at_once = self._train(before)
+        results = self._results(before, None, seconds)
         if not stopped_at_once:
-            after = self._score()
-            self._save()
-        results = self._results(before, after, seconds)
+            policy = trained_policy(self._trainer)
+            self._save(policy)
+            self._folder.write_results(results)  # should the evaluation fail
+            results = self._results(before, self._score(policy), seconds)
         self._folder.write_results(results)
         self._conclude(results, saved=not stopped_at_once)
         return Outcome(self._folder.path, results, self._stopper.requested)
@@ -116,18 +140,22 @@ class _Run:
             f"{len(self._task.heldout)} others held out"
         )
 
-    def _score(self) -> float | None:
+    def _score(self, policy: Any) -> float | None:
         from logra.rl.evaluate import heldout_score
 
         return heldout_score(
-            self._trainer.model,  # type: ignore[arg-type]
+            policy,
             self._tokenizer,
             self._task,
             max_new_tokens=self._config.rollout.max_new_tokens,
         )
 
-    def _train(self) -> tuple[float, bool]:
-        """Seconds of training, and whether it was stopped in the middle of a step."""
+    def _train(self, before: float | None) -> tuple[float, bool]:
+        """Seconds of training, and whether it was stopped in the middle of a step.
+
+        Args:
+            before: held-out score, for the results of a training that fails.
+        """
         from transformers import PrinterCallback
 
         self._trainer.remove_callback(PrinterCallback)
@@ -140,15 +168,24 @@ class _Run:
         except KeyboardInterrupt:
             self._stopper.requested = True
             return time.perf_counter() - start, True
+        except Exception:
+            self._stopper.requested = True
+            with suppress(LograError):  # the first error is the one to report
+                self._folder.write_results(self._results(before, None, time.perf_counter() - start))
+            self._display.say(self._folder.contents())
+            self._say_how_to_rebuild()
+            raise
         return time.perf_counter() - start, False
 
     def _samples(self) -> list[tuple[Any, Any, float]]:
         return self._trainer.spread_samples(self._config.run.num_logged_samples)
 
-    def _save(self) -> None:
-        from logra.rl.methods import save_trained
+    def _save(self, policy: Any) -> None:
+        def write(folder: Path) -> None:
+            policy.save_pretrained(folder)
+            self._tokenizer.save_pretrained(folder)
 
-        save_trained(self._trainer, self._tokenizer, self._folder.model)
+        self._folder.write_model(write)
 
     def _results(self, before: float | None, after: float | None, seconds: float) -> dict[str, Any]:
         rewards = [step["reward/mean"] for step in self._recorder.steps if step.get("reward/mean") is not None]
@@ -180,6 +217,16 @@ class _Run:
             )
         what = "Results and model" if saved else "Stopped in the middle of a step: no model was saved. Metrics"
         self._display.say(f"{what} lie in {self._folder.path}")
+        if not saved:
+            self._say_how_to_rebuild()
+
+    def _say_how_to_rebuild(self) -> None:
+        """Where there is a log of updates, the last step that ended is not lost."""
+        version = int(self._recorder.steps[-1].get("sync/version", 0)) if self._recorder.steps else 0
+        if version > 0:
+            self._display.say(
+                f"Weights of the last finished step: logra replay --run {self._folder.path} --step {version} --output OUT"
+            )
 
 
 def _mean(values: list[float]) -> float | None:

@@ -3,6 +3,7 @@
 config.yaml      everything resolved, and the versions of what it ran with; --config reads it back
 metrics.jsonl    one object per step
 samples.jsonl    a few completions of every step, with prompt and reward
+updates/         the log of all updates: with the base model, the weights of every step (methods logra and paper)
 model/           the trained model, for AutoModelForCausalLM.from_pretrained
 results.json     held-out score before and after, mean rewards, seconds, peak memory
 """
@@ -10,29 +11,34 @@ results.json     held-out score before and after, mean rewards, seconds, peak me
 import importlib.metadata
 import json
 import math
+import os
 import platform
 import shutil
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
+from safetensors import SafetensorError
 
-from logra.errors import ConfigError
+from logra.errors import ConfigError, LograError
 from logra.rl.config import TrainConfig, to_dict
 
 VERSIONED_PACKAGES = ("logra", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "reasoning-gym")
 
 
 class RunFolder:
-    """Creates the folder of a run and writes its files.
+    """The folder of a run. Built, it has only looked; `create` makes room for the run and begins it.
 
     Args:
         path: the folder.
-        overwrite: replace the run that lies there.
+        overwrite: replace the run that lies there, when `create` is called.
 
     Raises:
-        ConfigError: the folder holds a run and `overwrite` is off, or it holds files that are not a run's.
+        ConfigError: the folder holds a run and `overwrite` is off, it holds files that are not a run's, or it cannot be
+            written.
     """
 
     def __init__(self, path: str | Path, *, overwrite: bool = False) -> None:
@@ -40,15 +46,38 @@ class RunFolder:
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.samples = self.path / "samples.jsonl"
+        self.updates = self.path / "updates"
         self.model = self.path / "model"
         self.results = self.path / "results.json"
-        if self.path.exists() and not self.path.is_dir():
-            raise ConfigError(f"output_dir={str(self.path)!r}: this is a file, a folder is needed")
+        self._unfinished_model = self.path / ".model-unfinished"
+        self._is_created = False
+        try:
+            if self.path.exists() and not self.path.is_dir():
+                raise ConfigError(f"output_dir={str(self.path)!r}: this is a file, a folder is needed")
+            self._require_writable()
+        except OSError as error:
+            raise ConfigError(f"output_dir={str(self.path)!r} cannot be written to: {error}") from error
         if self.path.is_dir() and any(self.path.iterdir()):
-            self._make_room(overwrite)
-        self.path.mkdir(parents=True, exist_ok=True)
+            self._require_replaceable(overwrite)
 
-    def _make_room(self, overwrite: bool) -> None:
+    def _require_writable(self) -> None:
+        existing = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
+        if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+            raise ConfigError(
+                f"output_dir={str(self.path)!r}: {str(existing)!r} is not a folder that can be written to"
+            )
+        # Permissions do not tell of a read-only disk or a name that is not allowed: only trying does.
+        missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path):
+                pass
+        finally:
+            for folder in missing:
+                with suppress(OSError):
+                    folder.rmdir()
+
+    def _require_replaceable(self, overwrite: bool) -> None:
         if not self.config.is_file():
             raise ConfigError(
                 f"output_dir={str(self.path)!r}: the folder is not empty and holds no run. Choose another folder."
@@ -58,15 +87,73 @@ class RunFolder:
                 f"output_dir={str(self.path)!r}: the folder holds another run. Choose another folder, or replace that "
                 f"run with --overwrite."
             )
-        # Only what a run writes is removed: whatever else was put here stays.
-        for file in (self.config, self.metrics, self.samples, self.results):
-            file.unlink(missing_ok=True)
-        shutil.rmtree(self.model, ignore_errors=True)
+
+    @property
+    def _parts(self) -> tuple[Path, ...]:
+        """What a run writes, and what replacing it removes: whatever else was put here stays."""
+        files = (self.config, self.metrics, self.samples, self.results)
+        return (*files, self.updates, self.model, self._unfinished_model)
+
+    def require_outside(self, field: str, source: str | Path) -> None:
+        """Refuse an input of the run that `create` would remove.
+
+        Raises:
+            ConfigError: `source`, the value of `field`, is part of the run that lies in this folder.
+        """
+        path = Path(source).expanduser()
+        if not path.exists():
+            return
+        for part in self._parts:
+            if path.resolve().is_relative_to(part.resolve()):
+                raise ConfigError(
+                    f"{field}={str(source)!r}: this belongs to the run in {str(self.path)!r}, which is to be replaced. Copy "
+                    f"it, or choose another output_dir."
+                )
+
+    def create(self) -> None:
+        """Remove the run that lies here, if there is one, and begin the new one.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            for part in self._parts:
+                if part.is_dir() and not part.is_symlink():
+                    shutil.rmtree(part)
+                else:
+                    part.unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(f"output_dir={str(self.path)!r}: {error}") from error
+        self._is_created = True
+
+    def contents(self) -> str:
+        """What of this run is on disk, in a sentence."""
+        found = [part.name for part in self._parts if part.exists() and part != self._unfinished_model]
+        if not self._is_created or not found:
+            return f"Nothing was written to {self.path}."
+        model = "the trained model is in model" if self.model.exists() else "no model was saved"
+        return f"{self.path} holds {', '.join(found)}: {model}."
+
+    def write_model(self, write: Callable[[Path], None]) -> None:
+        """Let `write` fill a folder, which becomes `model` when it is complete: half a model is never left there.
+
+        Raises:
+            LograError: the disk does not take it.
+        """
+        shutil.rmtree(self._unfinished_model, ignore_errors=True)
+        try:
+            with _writing(self.model):
+                write(self._unfinished_model)
+                self._unfinished_model.rename(self.model)
+        finally:
+            shutil.rmtree(self._unfinished_model, ignore_errors=True)
 
     def write_config(self, config: TrainConfig) -> None:
         """Write the resolved configuration and the versions it runs with."""
         content = to_dict(config) | {"versions": versions()}
-        self.config.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+        with _writing(self.config):
+            self.config.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
 
     def add_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Append one step's metrics."""
@@ -78,7 +165,8 @@ class RunFolder:
 
     def write_results(self, results: Mapping[str, Any]) -> None:
         """Write the results of the run."""
-        self.results.write_text(json.dumps(_finite(results), indent=2) + "\n", encoding="utf-8")
+        with _writing(self.results):
+            self.results.write_text(json.dumps(_finite(results), indent=2) + "\n", encoding="utf-8")
 
 
 def versions() -> dict[str, str]:
@@ -92,9 +180,18 @@ def versions() -> dict[str, str]:
     return found
 
 
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Inside, an error of the disk becomes one that says what could not be written."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise LograError(f"{str(path)!r} cannot be written: {error}") from error
+
+
 def _append(path: Path, record: Mapping[str, Any]) -> None:
     """Append one line and flush it: what is in the file survives an interruption."""
-    with path.open("a", encoding="utf-8") as file:
+    with _writing(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(_finite(record), ensure_ascii=False) + "\n")
 
 

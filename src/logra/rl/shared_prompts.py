@@ -16,15 +16,42 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
 from trl.trainer.utils import split_tensor_dict
+
+from logra.errors import ConfigError
 
 
 def can_share_prompts(model: Any) -> bool:
     """Whether every layer of the model keeps plain keys and values, which can be handed to other rows."""
     takes_cache = {"cache", "logits_to_keep"} <= inspect.signature(type(model).forward).parameters.keys()
     return takes_cache and all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
+
+
+_OWN_PREFILL = (
+    "cache_implementation",
+    "prompt_lookup_num_tokens",
+    "assistant_early_exit",
+    "penalty_alpha",
+    "dola_layers",
+    "prefill_chunk_size",
+)
+"""Settings of generations that build a cache of their own, or read the prompt in another way."""
+
+
+def continues_prefill(*configs: GenerationConfig) -> bool:
+    """Whether generation is plain sampling with a growing cache, so that it continues one that is handed to it.
+
+    Args:
+        configs: all that take part; a setting counts in each of them.
+    """
+    return all(
+        getattr(config, "use_cache", None) in (None, True)
+        and getattr(config, "num_beams", None) in (None, 1)
+        and all(getattr(config, name, None) is None for name in _OWN_PREFILL)
+        for config in configs
+    )
 
 
 def distinct_rows(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,6 +79,9 @@ def fill_cache(model: Any, ids: Tensor, mask: Tensor, **inputs: Tensor) -> Dynam
         ids: int64 [B, tokens], tokens >= 1.
         mask: int64 [B, tokens].
         inputs: further inputs of the model, [B, tokens] each.
+
+    Raises:
+        ConfigError: the model did not keep them, so that completions would be read without their prompt.
     """
     first, kind = distinct_rows(ids, mask)
     if len(first) == len(ids):
@@ -59,6 +89,11 @@ def fill_cache(model: Any, ids: Tensor, mask: Tensor, **inputs: Tensor) -> Dynam
     cache = DynamicCache(config=model.config)
     selected = {name: value[first] for name, value in inputs.items()}
     model(input_ids=ids[first], attention_mask=mask[first], cache=cache, use_cache=True, logits_to_keep=1, **selected)
+    if cache.get_seq_length() != ids.shape[1]:
+        raise ConfigError(
+            f"the model kept keys and values of {cache.get_seq_length()} of {ids.shape[1]} prompt tokens: activation "
+            f"(gradient) checkpointing drops them. Switch it on with the argument of GRPOConfig, or off"
+        )
     cache.batch_select_indices(kind)
     return cache
 

@@ -4,7 +4,7 @@ The order of one optimizer step, as transformers runs it: micro-batches forward 
 probe handed over, `SketchOptimizer.step`, scheduler, log. Gradients are clipped inside the optimizer, on the recovered
 gradient, and the logged `grad_norm` is that gradient's norm: transformers' own clipping sees `.grad`, which stays None.
 
-Refuses: DeepSpeed, FSDP1, fp16 gradient scaling, LoRA, torch.compile and a foreign optimizer (ConfigError).
+Refuses: DeepSpeed, FSDP, fp16 gradient scaling, LoRA, torch.compile and a foreign optimizer (ConfigError).
 """
 
 import dataclasses
@@ -18,27 +18,33 @@ from torch import Tensor, nn
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer as TRLTrainer
 
+from logra import distributed
 from logra.errors import ConfigError
 from logra.optim import Config, SketchOptimizer
 from logra.rl.grpo import CheckedGRPOTrainer
 from logra.rl.metrics import ROLLOUT_VERSION, optimizer_metrics
 from logra.rl.probe_window import ProbeWindow, TimedTrust
 from logra.rl.rollout import delivery_metrics, rollout_engine
+from logra.sync import Publisher
+from logra.sync.protocols import UpdateLog
 
 
 class GRPOTrainer(CheckedGRPOTrainer):
     """Drop-in for `trl.GRPOTrainer` that trains the full weights from gradient sketches.
 
     Args:
-        *args: the arguments of `trl.GRPOTrainer`.
+        *args: the arguments of `trl.GRPOTrainer`. They mean what they mean there, except those of TRL's optimizer (see
+            `logra`) and those that are refused (see Raises).
         logra: settings of the optimizer; None means `logra.Config()`. The learning rate is `Config.lr`, a relative step:
             `args.learning_rate`, `args.optim` and `args.weight_decay` belong to TRL's optimizer and are not used (a
             warning says so when they are set). `args.lr_scheduler_type` and warm-up work as usual, and
-            `args.max_grad_norm` holds unless `Config.max_grad_norm` is set.
-        **kwargs: the arguments of `trl.GRPOTrainer`. `optimizers` may hold a `SketchOptimizer`, then without `logra`.
+            `args.max_grad_norm` (1.0 in TRL) holds unless `Config.max_grad_norm` is set.
+        **kwargs: the arguments of `trl.GRPOTrainer`. `optimizers` may hold a `SketchOptimizer`, then without `logra`; the
+            trainer takes it over, and completes its config in the same way.
 
     Raises:
-        ConfigError: a setting that cannot work with sketches; before the model is loaded where it can be known.
+        ConfigError: a setting that cannot work with sketches (`peft_config`, `fp16`, `torch_compile`, DeepSpeed, FSDP, a
+            foreign optimizer), before the model is loaded where it can be known.
         DataError: see `CheckedGRPOTrainer`.
 
     Example:
@@ -55,11 +61,15 @@ class GRPOTrainer(CheckedGRPOTrainer):
             super().__init__(*args, **kwargs)
         _refuse_accelerator(self)
         _warn_of_ignored(self.args)
-        self._config = self._resolve(logra or Config())
+        given_optimizer: Any = self.optimizer
+        self._config = self._resolve(logra or (given_optimizer.config if given_optimizer is not None else Config()))
+        if given_optimizer is not None:
+            given_optimizer.config = self._config
         self._window = ProbeWindow()
         self._mismatch: float | None = None
+        self._publisher: Publisher | None = None
         if self.use_vllm:
-            self._engine.follow(self._built_optimizer)
+            self._engine.follow(self._what_to_follow)
 
     def _resolve(self, config: Config) -> Config:
         """`config` with TRL's gradient clipping where it sets none, and a clock around its trust region."""
@@ -83,11 +93,24 @@ class GRPOTrainer(CheckedGRPOTrainer):
         """Build the sketch optimizer on the model (once)."""
         if self.optimizer is None:
             self.optimizer = SketchOptimizer(self.model if model is None else model, self._config)
+        if self.accelerator.num_processes > 1 and self.sketch_optimizer.num_parameters()["dense"] == 0:
+            # The optimizer averages the sketches itself. DistributedDataParallel would find no gradient to reduce, and
+            # refuses such a model: in evaluation mode accelerate places it without that wrapper.
+            self.accelerator.prepare_model(self.model, evaluation_mode=True)
         return self.optimizer
 
-    def _built_optimizer(self) -> SketchOptimizer:
+    def publish_to(self, publisher: Publisher) -> None:
+        """Publish every update from now on, on the main process; its bytes and seconds enter the metrics.
+
+        Args:
+            publisher: of an update log, built with this trainer's `sketch_optimizer`.
+        """
+        self._publisher = publisher
+
+    def _what_to_follow(self) -> tuple[SketchOptimizer, UpdateLog | None]:
+        """The optimizer, and the log of its updates where there is one."""
         self.create_optimizer()
-        return self.sketch_optimizer
+        return self.sketch_optimizer, None if self._publisher is None else self._publisher.log
 
     @property
     def _engine(self) -> Any:
@@ -121,6 +144,12 @@ class GRPOTrainer(CheckedGRPOTrainer):
             self._window.add(inputs)
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
+    def _on_step_begin(self) -> None:
+        super()._on_step_begin()
+        # An exception in an earlier train() can have left half a step behind.
+        self.sketch_optimizer.zero_grad()
+        self._window.clear()
+
     def _on_pre_optimizer_step(self) -> None:
         trust = self.sketch_optimizer.config.trust
         if trust is None:
@@ -129,10 +158,11 @@ class GRPOTrainer(CheckedGRPOTrainer):
             trust.reset()
         self._mismatch = self._window.mismatch(self._mismatch)
         tensors = self._window.tensors()
-        # Without advantage (or without a token that counts) the gradient is zero and the step is skipped before
-        # anything is priced. A KL or entropy term in the loss makes a gradient of its own.
+        # Without advantage on any process (or without a token that counts) the gradient is zero and the step is skipped
+        # before anything is priced. A KL or entropy term in the loss makes a gradient of its own. A process that has no
+        # signal itself takes part in the pricing of the others' gradient, on its own responses.
         has_gradient = self._window.has_advantage() or self.beta != 0 or self._entropy_bonus_enabled
-        if has_gradient and tensors["loss_mask"].any():
+        if distributed.any_process([has_gradient])[0] and tensors["loss_mask"].any():
             self.sketch_optimizer.set_probe(**tensors, temperature=self.temperature, mismatch=self._mismatch or 0.0)
 
     def _on_optimizer_step(self) -> None:
@@ -142,10 +172,15 @@ class GRPOTrainer(CheckedGRPOTrainer):
             metrics["time/probe_s"] = optimizer.config.trust.seconds
         if self._mismatch is not None:
             metrics["trust/mismatch"] = self._mismatch
+        update = optimizer.last_update
+        sent = {"sync/bytes": float(update.num_bytes if update else 0)}
+        if self._publisher is not None and self.is_world_process_zero() and update is not None:
+            update = self._publisher.publish(update)
+            sent = self._publisher.metrics()
         if self.use_vllm:
-            self._engine.add(optimizer.last_update)
+            self._engine.add(update)  # `delivery_metrics` says what it took, when it is sent
         else:
-            metrics["sync/bytes"] = float(optimizer.last_update.num_bytes if optimizer.last_update else 0)
+            metrics |= sent
         self._record(metrics)
 
     def _on_step_end(self) -> None:
@@ -168,6 +203,8 @@ def _refuse_arguments(args: GRPOConfig | None, given: dict[str, Any], logra: Con
             "peft_config: logra trains the full weights and cannot be combined with an adapter. Remove peft_config, or "
             "use trl.GRPOTrainer for LoRA."
         )
+    if logra is not None and not isinstance(logra, Config):
+        raise ConfigError(f"logra={logra!r}: a logra.Config is needed, for example logra.Config(lr=1e-4)")
     optimizer = (given.get("optimizers") or (None, None))[0]
     if optimizer is not None and not isinstance(optimizer, SketchOptimizer):
         raise ConfigError(
@@ -175,11 +212,13 @@ def _refuse_arguments(args: GRPOConfig | None, given: dict[str, Any], logra: Con
         )
     if optimizer is not None and logra is not None:
         raise ConfigError("give either optimizers=(SketchOptimizer, scheduler) or logra=Config(...), not both")
-    launched_with = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower()
-    if (args is not None and args.deepspeed) or launched_with in ("1", "true", "yes"):
+    if (args is not None and args.deepspeed) or _launched_with("DEEPSPEED"):
         raise ConfigError(
-            "deepspeed: ZeRO flattens the weights, so that their gradients cannot be sketched. Use FSDP2 or DDP."
+            "deepspeed: ZeRO flattens the weights, so that their gradients cannot be sketched. "
+            "Use DDP or a single process."
         )
+    if (args is not None and args.fsdp) or _launched_with("FSDP"):
+        raise ConfigError(_NO_FSDP)
     if args is not None and args.fp16:
         raise ConfigError(
             "fp16=True: the gradient scaler needs `.grad`, which a sketched weight does not have. "
@@ -189,11 +228,18 @@ def _refuse_arguments(args: GRPOConfig | None, given: dict[str, Any], logra: Con
         raise ConfigError("torch_compile=True: sketches are captured in eager mode. Set torch_compile=False.")
 
 
+_NO_FSDP = "fsdp: the gradients of sharded weights cannot be sketched in this version. Use DDP or a single process."
+
+
+def _launched_with(feature: str) -> bool:
+    """Whether `accelerate launch` has switched a feature on."""
+    return os.environ.get(f"ACCELERATE_USE_{feature}", "false").lower() in ("1", "true", "yes")
+
+
 def _refuse_accelerator(trainer: CheckedGRPOTrainer) -> None:
     """Refuse what only accelerate knows: its launcher can switch these on without a TRL argument."""
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if plugin is not None and getattr(plugin, "fsdp_version", 1) != 2:
-        raise ConfigError("fsdp: FSDP1 flattens the weights, so that their gradients cannot be sketched. Use FSDP2.")
+    if getattr(trainer.accelerator.state, "fsdp_plugin", None) is not None:
+        raise ConfigError(_NO_FSDP)
     if getattr(trainer.accelerator, "scaler", None) is not None:
         raise ConfigError("mixed_precision='fp16': the gradient scaler needs `.grad`. Use bf16, or fp32.")
 

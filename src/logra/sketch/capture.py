@@ -10,8 +10,9 @@ and returns the gradient of X as usual. `weight.grad` stays None and G is never 
 scaling is on. Accumulation is linear, so micro-batches, repeated calls of one module and recomputation under activation
 checkpointing need no further care: whatever runs backward once is added once.
 
-Contract: projections stay fixed from `begin_window` to `collect`; a backward pass that straddles a `begin_window` is
-refused. A forward without gradients (rollout, evaluation, probe) runs the plain linear map.
+Contract: projections stay fixed within a window; a backward pass of a forward from before they changed is refused, and so
+is one after `take`, whose gradient would be lost. A forward without gradients (rollout, evaluation, probe) runs the plain
+linear map.
 """
 
 import types
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from logra.errors import CaptureError
 from logra.sketch.targets import Target
@@ -71,64 +73,59 @@ class Sketch:
 
 
 class SharedInput:
-    """What siblings with one parent and one input width share: A, the input scales, and X Aᵀ of the tensor they read."""
+    """What siblings with one parent and one input width share: A, and X Aᵀ of a tensor that several of them read."""
 
     def __init__(self, parent: str, in_features: int, spec: SketchSpec) -> None:
         self.parent = parent
         self.in_features = in_features
         self.spec = spec
         self.projection_index = 0
-        self.exponents: Tensor | None = None
-        """log2 of the input scales s, integers [in]; None means s = 1."""
-        self.square_sum: Tensor | None = None
-        """Sum over tokens of the squared inputs of this window, fp32 [in]."""
-        self.num_tokens = 0
         self._source: weakref.ref[Tensor] | None = None
         self._version = -1
         self._dtype: torch.dtype | None = None
         self._cast: Tensor | None = None
-        self._projected: Tensor | None = None
+        self._projected: dict[int, Tensor] = {}
+        self._squares: Tensor | None = None
 
     def signs(self) -> SignFactor:
         """A of the current window."""
         return SignFactor(self.spec.seed, self.projection_index, self.parent, "in")
 
-    def read(self, x: Tensor, dtype: torch.dtype, *, project: bool) -> tuple[Tensor, Tensor | None]:
-        """X in the compute dtype and X diag(s) Aᵀ [t, r], computed once for all modules that read the tensor `x`."""
-        fresh = self._source is None or self._source() is not x or self._version != x._version or self._dtype != dtype
-        if fresh:
+    def read(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """X in the compute dtype, cast once for all modules that read the tensor `x`."""
+        if self._source is None or self._source() is not x or self._version != x._version or self._dtype != dtype:
+            self._forget()
             # The reference dies with the tensor, and takes X Aᵀ along: nothing outlives the pass that needs it.
             self._source = weakref.ref(x, self._forget)
             self._version, self._dtype = x._version, dtype
             self._cast = None if x.dtype == dtype else x.to(dtype)
-            self._projected = None
-        cast = x if self._cast is None else self._cast
-        if fresh and self.spec.input_moments:
-            self._add_moments(cast)
-        if project and self._projected is None:
-            self._projected = self._project(cast)
-        return cast, self._projected
+        return x if self._cast is None else self._cast
 
-    def _project(self, x: Tensor) -> Tensor:
-        signs = self.signs().matrix(self.spec.rank, self.in_features, device=x.device)
-        if self.exponents is not None:
-            signs = torch.ldexp(signs, self.exponents)
-        return x.detach().reshape(-1, self.in_features) @ signs.to(x.dtype).T
+    def project(self, x: Tensor, exponents: Tensor | None) -> Tensor:
+        """X diag(s) Aᵀ [t, r] of what `read` returned, once for all modules with the same scales."""
+        key = id(exponents)
+        if key not in self._projected:
+            signs = self.signs().matrix(self.spec.rank, self.in_features, device=x.device)
+            if exponents is not None:
+                signs = torch.ldexp(signs, exponents)
+            self._projected[key] = x.detach().reshape(-1, self.in_features) @ signs.to(x.dtype).T
+        return self._projected[key]
 
-    def _add_moments(self, x: Tensor) -> None:
-        squares = x.detach().reshape(-1, self.in_features).float().square().sum(dim=0)
-        self.square_sum = squares if self.square_sum is None else self.square_sum.add_(squares)
-        self.num_tokens += x.numel() // self.in_features
+    def squares(self, x: Tensor) -> Tensor:
+        """Sum over tokens of X², fp32 [in], of what `read` returned."""
+        if self._squares is None:
+            self._squares = x.detach().reshape(-1, self.in_features).float().square().sum(dim=0)
+        return self._squares
 
     def _forget(self, source: "weakref.ref[Tensor] | None" = None) -> None:
         if source is None or source is self._source:
-            self._source = self._cast = self._projected = None
+            self._source = self._cast = self._squares = None
+            self._projected = {}
 
     def begin_window(self, projection_index: int) -> None:
-        """Drop what the last window left, and use the projection `projection_index` from now on."""
+        """Use the projection `projection_index` from now on."""
         self._forget()
         self.projection_index = projection_index
-        self.square_sum, self.num_tokens = None, 0
 
 
 class _Slot:
@@ -137,10 +134,14 @@ class _Slot:
     def __init__(self, capture: "Capture", target: Target, shared: SharedInput, keep_in: bool, keep_out: bool) -> None:
         self.capture = capture
         self.target = target
+        self.parameter = target.parameter
         self.shared = shared
         self.keep_in = keep_in
         self.keep_out = keep_out
         self.sketch = Sketch()
+        self.exponents: Tensor | None = None
+        self.square_sum: Tensor | None = None
+        self.num_tokens = 0
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -148,6 +149,19 @@ class _Slot:
     def out_signs(self) -> SignFactor:
         """B of the current window."""
         return SignFactor(self.shared.spec.seed, self.shared.projection_index, self.target.parent, "out")
+
+    def begin_window(self) -> None:
+        """Drop what the last window left."""
+        self.sketch, self.square_sum, self.num_tokens = Sketch(), None, 0
+
+    def read(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """X in the compute dtype, and X diag(s) Aᵀ where S is kept; counts the input moments if they are wanted."""
+        cast = self.shared.read(x, dtype)
+        if self.shared.spec.input_moments:
+            squares = self.shared.squares(cast)
+            self.square_sum = squares if self.square_sum is None else self.square_sum + squares
+            self.num_tokens += x.numel() // self.target.in_features
+        return cast, self.shared.project(cast, self.exponents) if self.keep_in else None
 
     def accumulate(self, x: Tensor | None, projected: Tensor | None, h: Tensor) -> None:
         """Add one backward pass: h [t, out], x [t, in] where T is kept, projected [t, r] where S is kept."""
@@ -157,6 +171,14 @@ class _Slot:
             # B is stored transposed here: matrix() of an out factor is Bᵀ [out, l].
             signs = self.out_signs().matrix(self.shared.spec.rank_out, self.target.out_features, device=h.device)
             self.sketch.on_out = _add_product(self.sketch.on_out, (h @ signs.to(h.dtype)).T, x)
+
+    def zeros(self) -> Sketch:
+        """The sketch of a gradient that is zero, as this target keeps it."""
+        spec, device = self.shared.spec, self.target.parameter.device
+        return Sketch(
+            torch.zeros(self.target.out_features, spec.rank, device=device) if self.keep_in else None,
+            torch.zeros(spec.rank_out, self.target.in_features, device=device) if self.keep_out else None,
+        )
 
 
 class Capture:
@@ -168,20 +190,31 @@ class Capture:
         targets: what `find_targets` returned.
         spec: rank, sides and seed.
         out_side: the targets whose single sketch is T = B G instead of S = G Aᵀ (one-sided only).
+        frozen: parameters that were frozen for the time of the capture; `detach` unfreezes them.
     """
 
     def __init__(
-        self, model: nn.Module, targets: Sequence[Target], spec: SketchSpec, out_side: frozenset[str] = frozenset()
+        self,
+        model: nn.Module,
+        targets: Sequence[Target],
+        spec: SketchSpec,
+        out_side: frozenset[str] = frozenset(),
+        frozen: Sequence[nn.Parameter] = (),
     ) -> None:
         self.spec = spec
-        self.window = 0
+        self._projections = 0
+        self._taken = False
         self._anchor = torch.zeros((), requires_grad=True)
+        self.detached = False
+        self._model = model
+        self._frozen = frozen
         self._shared: dict[tuple[str, int], SharedInput] = {}
         self._slots: dict[str, _Slot] = {}
         for target in targets:
             if getattr(target.module, _SLOT, None) is not None:
                 raise CaptureError(
-                    f"target {target.fqn!r} already belongs to another SketchOptimizer: detach that one first"
+                    f"target {target.fqn!r} already belongs to another SketchOptimizer: call detach() on that one first, or "
+                    f"logra.detach(model) if it is out of reach"
                 )
         for target in targets:
             key = (target.parent, target.in_features)
@@ -192,67 +225,129 @@ class Capture:
             self._slots[target.fqn] = slot
             setattr(target.module, _SLOT, slot)
             target.module.forward = types.MethodType(forward, target.module)
-        self._hooks = [
-            module.register_forward_hook(_anchor_output)
-            for module in model.modules()
-            if isinstance(module, nn.Embedding)
-        ]
+        embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        self._hooks = [module.register_forward_hook(self._anchor_output) for module in embeddings]
+        # DistributedDataParallel would allocate buckets for gradients that never come.
+        sketched = {id(target.parameter) for target in targets}
+        names = [name for name, parameter in model.named_parameters() if id(parameter) in sketched]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+
+    @torch.compiler.disable
+    def _anchor_output(self, module: nn.Module, args: tuple[object, ...], output: Tensor) -> Tensor | None:
+        if torch.is_grad_enabled() and not output.requires_grad:
+            return _Anchored.apply(output, self._anchor)  # type: ignore[no-any-return]
+        return None
 
     def detach(self) -> None:
-        """Give every target its own forward back."""
+        """Give every target its own forward back, and unfreeze what was frozen. Doing it twice changes nothing."""
+        if self.detached:
+            return
+        self.detached = True
         for slot in self._slots.values():
-            if slot.target.module.__dict__.pop(_SLOT, None) is not None:
-                del slot.target.module.forward
+            del slot.target.module.__dict__[_SLOT]
+            del slot.target.module.forward
         for hook in self._hooks:
             hook.remove()
+        for parameter in self._frozen:
+            parameter.requires_grad_(True)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self._model, [])
 
     def begin_window(self, projection_index: int) -> None:
-        """Clear all sketches and draw the projections with this index."""
-        self.window += 1
+        """Clear all sketches and use the projections with this index."""
+        if any(shared.projection_index != projection_index for shared in self._shared.values()):
+            self._projections += 1
         for shared in self._shared.values():
             shared.begin_window(projection_index)
         for slot in self._slots.values():
-            slot.sketch = Sketch()
+            slot.begin_window()
+        self._taken = False
+
+    def _check_open(self, fqn: str, projections: int) -> None:
+        if projections != self._projections:
+            raise CaptureError(
+                f"target {fqn!r}: backward() of a forward pass from before the last step(), which changed the "
+                f"projections. Run forward again."
+            )
+        if self._taken:
+            raise CaptureError(
+                f"target {fqn!r}: backward() after the gradient of this step was recovered by clip_grad_norm_(), or by a "
+                f"step() that ended in an error. Clip after the last backward(); repeat step(), or call zero_grad() first."
+            )
+
+    def take(self) -> dict[str, Sketch]:
+        """Hand the accumulated sketches over, by fully qualified name; nothing may be added to this window any more."""
+        self._taken = True
+        sketches = {}
+        for fqn, slot in self._slots.items():
+            sketches[fqn], slot.sketch = slot.sketch, Sketch()
+        return sketches
 
     def sketches(self) -> Mapping[str, Sketch]:
         """The accumulated sketches by fully qualified name. They are this window's own tensors, not copies."""
         return {fqn: slot.sketch for fqn, slot in self._slots.items()}
 
-    def shared_inputs(self) -> Sequence[SharedInput]:
-        """One entry for each (parent, input width) among the targets."""
-        return tuple(self._shared.values())
+    def zeros(self, fqn: str) -> Sketch:
+        """The sketch of a zero gradient of the target `fqn`."""
+        return self._slots[fqn].zeros()
 
-    def shared_input(self, fqn: str) -> SharedInput:
-        """The entry that the target `fqn` belongs to."""
-        return self._slots[fqn].shared
+    def in_signs(self, fqn: str) -> SignFactor:
+        """A of the current window for the target `fqn`."""
+        return self._slots[fqn].shared.signs()
 
     def out_signs(self, fqn: str) -> SignFactor:
         """B of the current window for the target `fqn`."""
         return self._slots[fqn].out_signs()
 
+    def exponents(self, fqn: str) -> Tensor | None:
+        """log2 of the input scales s of the target `fqn`, integers [in]; None means s = 1."""
+        return self._slots[fqn].exponents
+
+    def set_exponents(self, fqn: str, exponents: Tensor) -> None:
+        """Use these input scales from the next window on. Siblings with equal scales come to share X diag(s) Aᵀ."""
+        own = self._slots[fqn]
+        for slot in self._slots.values():
+            if slot.shared is own.shared and slot.exponents is not None and torch.equal(slot.exponents, exponents):
+                exponents = slot.exponents
+                break
+        own.exponents = exponents
+
+    def input_moments(self, fqn: str) -> tuple[Tensor, int] | None:
+        """Sum over this window's tokens of the squared inputs, fp32 [in], and their number; None if it did not run."""
+        slot = self._slots[fqn]
+        return None if slot.square_sum is None else (slot.square_sum, slot.num_tokens)
+
+
+def detach(model: nn.Module) -> None:
+    """Undo what a `SketchOptimizer` did to the forwards of a model, when that optimizer itself is out of reach."""
+    for module in list(model.modules()):
+        slot: _Slot | None = module.__dict__.get(_SLOT)
+        if slot is not None:
+            slot.capture.detach()
+
 
 @torch.compiler.disable
-def forward(self: nn.Module, x: Tensor) -> Tensor:
+def forward(self: nn.Module, input: Tensor | None = None, *, x: Tensor | None = None) -> Tensor:
     """Forward of a target: the linear map, with sketches instead of a weight gradient when gradients are recorded."""
     # Named `forward` and bound to the module, so that copies and pickles of the module resolve to a forward of their own.
+    # nn.Linear calls its argument `input`, Conv1D calls it `x`.
+    x = input if x is None else x
     slot: _Slot | None = self.__dict__.get(_SLOT)
-    if slot is None or not torch.is_grad_enabled():
+    if slot is None or not torch.is_grad_enabled() or not slot.parameter.requires_grad:
         return type(self).forward(self, x)
+    if self.weight is not slot.parameter:
+        raise CaptureError(
+            f"target {slot.target.fqn!r}: its weight is not the parameter that the optimizer was built on (functional_call, "
+            f"load_state_dict(assign=True), or a parameter that was replaced). Build the optimizer after loading."
+        )
+    assert x is not None
     weight, bias = slot.target.weight, self.bias
     dtype = x.dtype
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)  # type: ignore[union-attr]
     with torch.autocast(x.device.type, enabled=False):
-        cast, projected = slot.shared.read(x, dtype, project=slot.keep_in)
-        return _SketchedLinear.apply(  # type: ignore[no-any-return]
-            cast,
-            weight,
-            bias,
-            projected if slot.keep_in else None,
-            slot.capture._anchor,
-            slot,
-        )
+        cast, projected = slot.read(x, dtype)
+        return _SketchedLinear.apply(cast, weight, bias, projected, slot.capture._anchor, slot)  # type: ignore[no-any-return]
 
 
 class _SketchedLinear(torch.autograd.Function):
@@ -263,7 +358,7 @@ class _SketchedLinear(torch.autograd.Function):
         ctx, x: Tensor, weight: Tensor, bias: Tensor | None, projected: Tensor | None, anchor: Tensor, slot: _Slot
     ) -> Tensor:
         # The anchor always requires a gradient, so that backward reaches a target whose input does not.
-        ctx.slot, ctx.window = slot, slot.capture.window
+        ctx.slot, ctx.projections = slot, slot.capture._projections
         ctx.save_for_backward(x if slot.keep_out else None, weight if ctx.needs_input_grad[0] else None, projected)
         return F.linear(x, weight, bias)
 
@@ -272,11 +367,7 @@ class _SketchedLinear(torch.autograd.Function):
     def backward(ctx, grad_output: Tensor):
         x, weight, projected = ctx.saved_tensors
         slot: _Slot = ctx.slot
-        if ctx.window != slot.capture.window:
-            raise CaptureError(
-                f"target {slot.target.fqn!r}: backward() of a forward pass from before the last step() or zero_grad(). "
-                f"The projections have changed since; run forward again."
-            )
+        slot.capture._check_open(slot.target.fqn, ctx.projections)
         h = grad_output.reshape(-1, grad_output.shape[-1])
         slot.accumulate(None if x is None else x.reshape(-1, x.shape[-1]), projected, h)
         grad_x = None if weight is None else grad_output @ weight
@@ -284,10 +375,16 @@ class _SketchedLinear(torch.autograd.Function):
         return grad_x, None, grad_bias, None, None, None
 
 
-def _anchor_output(module: nn.Module, args: tuple[object, ...], output: Tensor) -> Tensor:
-    if torch.is_grad_enabled() and not output.requires_grad:
-        return output.requires_grad_()
-    return output
+class _Anchored(torch.autograd.Function):
+    """The input as a tensor that requires a gradient, and is no leaf: models may change it in place."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, anchor: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor):
+        return None, None
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def canonical_fqn(name: str) -> str:
 
 
 def find_targets(model: nn.Module, patterns: str | Sequence[str]) -> tuple[Target, ...]:
-    """The weights that `patterns` select, in the order of `model.named_modules()`.
+    """The weights that `patterns` select, in the order of `model.named_modules()`; frozen ones are left out.
 
     Args:
         model: any module tree; not compiled yet.
@@ -74,16 +74,20 @@ def find_targets(model: nn.Module, patterns: str | Sequence[str]) -> tuple[Targe
 
     Raises:
         TargetError: a pattern matches nothing or something that cannot be sketched (another module type, fused expert
-            weights, a tied, quantised, sharded or flattened weight, a peft adapter), or the model is compiled.
+            weights, a tied, quantised, sharded or flattened weight, a peft adapter), everything it matches is frozen, or the
+            model is compiled.
     """
     _refuse_compiled(model)
     modules = {canonical_fqn(name): module for name, module in model.named_modules()}
     selected = _select(model, modules, patterns)
     _refuse_fused_experts(model, patterns)
     owners = _owners_by_parameter(model)
-    targets = []
+    targets, frozen = [], []
     for name, module in selected.items():
         _check_weight(name, module)
+        if not module.weight.requires_grad:  # type: ignore[union-attr]
+            frozen.append(name)
+            continue
         fqn = f"{name}.weight" if name else "weight"
         aliases = [other for other in owners[id(module.weight)] if other != fqn]
         if aliases:
@@ -92,6 +96,11 @@ def find_targets(model: nn.Module, patterns: str | Sequence[str]) -> tuple[Targe
                 f"them is not sketched. Leave it out of target_modules, or untie it before building the optimizer."
             )
         targets.append(Target(fqn, name.rpartition(".")[0], module, transposed=_is_conv1d(module)))
+    if not targets:
+        raise TargetError(
+            f"target_modules matches {len(frozen)} modules ({frozen[0]!r}, ...), but all of them are frozen "
+            f"(requires_grad=False): unfreeze what is to be trained before building the optimizer"
+        )
     return tuple(targets)
 
 
@@ -141,6 +150,13 @@ def _check_weight(name: str, module: nn.Module) -> None:
         raise TargetError(
             f"target {name!r} is a {kind}: only nn.Linear and Conv1D can be sketched. Narrow the pattern in target_modules."
         )
+    # The capture replaces the forward: one that does more than the linear map would compute something else in training.
+    own_forward = "forward" in module.__dict__ and "_logra_slot" not in module.__dict__
+    if own_forward or (isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward):
+        raise TargetError(
+            f"target {name!r} ({kind}) has a forward of its own: only the plain linear map can be sketched. Leave it out of "
+            f"target_modules, or remove what replaced its forward (offloading hooks, for example)."
+        )
     weight = module.weight
     if hasattr(weight, "ds_id") or weight.numel() == 0 or weight.ndim == 1:  # type: ignore[union-attr]
         raise TargetError(
@@ -170,12 +186,14 @@ def _refuse_compiled(model: nn.Module) -> None:
 
 def _fused_experts(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     return [
-        fqn
+        name
         for module_name, module in model.named_modules()
         for name, parameter in module.named_parameters(prefix=canonical_fqn(module_name), recurse=False)
         if parameter.ndim == 3
         and not isinstance(module, nn.modules.conv._ConvNd)
-        and any(_matches(fqn := name, pattern) for pattern in patterns)
+        and parameter.shape[0] > 1
+        and min(parameter.shape[1:]) > 1
+        and any(_matches(name, pattern) for pattern in patterns)
     ]
 
 

@@ -161,7 +161,7 @@ class TrustRegion:
 
         Args:
             model: the policy, on the probe's device, weights as they are before the update.
-            probe: from `make_probe`.
+            probe: from `make_probe`; None on a process without generated tokens, which takes the others' word.
             deltas: target module -> proposed change.
             step: number of updates taken before this one.
             mismatch: current rollout/trainer mismatch, nats per token.
@@ -177,7 +177,7 @@ class TrustRegion:
             raise ProbeError("deltas is empty: there is no update to price.")
         budget = self.budget_at(step, distributed.mean(mismatch))
         measure = predicted_kl if self.method == "tangent" else difference_kl
-        predicted = _mean_over_processes(lambda: measure(model, probe, deltas))
+        predicted = _mean_over_processes(probe, lambda own: measure(model, own, deltas))
         alpha = self.alpha_max if predicted == 0 else min(self.alpha_max, math.sqrt(budget / predicted))
         return TrustDecision(alpha=alpha, predicted_kl=predicted, budget=budget)
 
@@ -191,7 +191,7 @@ class TrustRegion:
 
         Args:
             model: the policy, weights as they are before the update.
-            probe: from `make_probe`.
+            probe: from `make_probe`; None on a process without generated tokens, which takes the others' word.
             deltas: target module -> the change about to be merged.
             budget: of this step, from the decision of `predict`.
             attempt: number of shrinks so far.
@@ -200,7 +200,7 @@ class TrustRegion:
             ProbeError: no target module ran.
             NonFiniteProbeError: logits or KL not finite.
         """
-        realised = _mean_over_processes(lambda: realised_kl(model, probe, deltas))
+        realised = _mean_over_processes(probe, lambda own: realised_kl(model, own, deltas))
         if realised <= self.violation_ratio * budget:
             return TrustVerdict(realised_kl=realised, action="accept")
         if self.on_violation == "warn":
@@ -248,15 +248,27 @@ def update_mismatch(
     return max(0.0, mean if average is None else (1.0 - weight) * average + weight * mean)
 
 
-def _mean_over_processes(measure: Callable[[], float]) -> float:
-    """The KL on this process's probe, averaged over processes: all of them take the same step or skip it together."""
-    try:
-        kl = measure()
-    except NonFiniteProbeError:
-        if distributed.num_processes() == 1:
-            raise
-        kl = math.nan  # Raising here alone would leave the other processes waiting for this one.
-    kl = distributed.mean(kl)
+def _mean_over_processes(probe: Any, measure: Callable[[Any], float]) -> float:
+    """The KL on this process's probe, averaged over the processes that have one.
+
+    Errors are raised on all processes together: one that raised alone would leave the others waiting for it.
+    """
+    if distributed.num_processes() == 1:
+        return measure(probe)
+    kl, error = 0.0, None
+    if probe is not None:
+        try:
+            kl = measure(probe)
+        except NonFiniteProbeError:
+            kl = math.nan
+        except ProbeError as probe_error:
+            error = probe_error
+    failed, measured = distributed.any_process([error is not None, probe is not None])
+    if failed:
+        raise error or ProbeError("the probe of another process failed.")
+    if not measured:
+        raise ProbeError("no process has a probe to measure on.")
+    kl = distributed.mean(kl, weight=float(probe is not None))
     if not math.isfinite(kl):
         raise NonFiniteProbeError(f"the KL of the proposed update is {kl} on at least one process.")
     return kl

@@ -35,6 +35,9 @@ TRL_ARGUMENTS = {
 }
 """What TRL passes to a reward function besides the columns of the dataset."""
 
+RESERVED = TRL_ARGUMENTS | {"completion", "image", "images"}
+"""Columns that TRL would overwrite, drop, or read as pictures."""
+
 
 def load(
     file: Path, data: Path | None, *, num_heldout: int, seed: int
@@ -51,15 +54,15 @@ def load(
         Rows to train on; rows held out, disjoint by prompt; the reward function.
 
     Raises:
-        DataError: no file, no reward function, no prompts, no "prompt" column, or a reward function that asks for a
-            column that the dataset does not have.
+        DataError: no file, no reward function, no prompts, no "prompt" column, a prompt that is neither text nor chat, a
+            column of a reserved name, or a reward function that asks for a column that the dataset does not have.
     """
     module = _import(file)
     reward = getattr(module, "reward", None)
     if not callable(reward):
         raise DataError(f"task={str(file)!r} defines no function `reward(completions, **kwargs)`")
     rows, source = _rows(module, file, data)
-    rows = list(distinct(_check_rows(rows, source)))
+    rows = _with_all_columns(distinct(_check_rows(rows, source)))
     _check_reward_columns(reward, rows[0], file)
     random.Random(seed).shuffle(rows)
     train, heldout = split_heldout(rows, num_heldout, most=MOST_HELDOUT)
@@ -73,9 +76,12 @@ def _import(file: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses of the task look their module up by name
+    folder = str(file.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # for its imports of its neighbours; last, so that these hide no installed package
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise DataError(f"task={str(file)!r} cannot be imported: {type(error).__name__}: {error}") from error
     return module
 
@@ -87,25 +93,37 @@ def _rows(module: ModuleType, file: Path, data: Path | None) -> tuple[Iterable[A
     function: Callable[[], Iterable[Any]] | None = getattr(module, "dataset", None)
     if not callable(function):
         raise DataError(f"task={str(file)!r} defines no function `dataset()`: define one, or give --dataset")
-    return function(), f"dataset() of task={str(file)!r}"
+    source = f"dataset() of task={str(file)!r}"
+    try:
+        return list(function()), source
+    except (Exception, SystemExit) as error:
+        raise DataError(f"{source} failed: {type(error).__name__}: {error}") from error
 
 
 def read_rows(path: Path) -> list[Row]:
     """Rows of a JSONL or Parquet file.
 
     Raises:
-        DataError: no such file, another format, or a line that is not a JSON object.
+        DataError: no such file, another format, a damaged file, or a line that is not JSON.
     """
     if not path.is_file():
         raise DataError(f"dataset={str(path)!r}: there is no such file")
     if path.suffix == ".parquet":
         import pyarrow.parquet
 
-        return pyarrow.parquet.read_table(path).to_pylist()
+        try:
+            return pyarrow.parquet.read_table(path).to_pylist()
+        except (OSError, pyarrow.ArrowException) as error:
+            raise DataError(f"dataset={str(path)!r}: not a Parquet file ({error})") from error
     if path.suffix not in (".jsonl", ".json", ".ndjson"):
         raise DataError(f"dataset={str(path)!r}: a .jsonl or .parquet file is needed")
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # with or without a byte order mark
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"dataset={str(path)!r} cannot be read: {error}") from error
     rows: list[Row] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    # Not splitlines(), which also breaks at characters that JSON allows inside a text.
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -127,11 +145,39 @@ def _check_rows(rows: Iterable[Any], source: str) -> list[Row]:
             raise DataError(
                 f"{source}, row {number} has no column 'prompt'. Its columns: {', '.join(map(str, row)) or 'none'}"
             )
-        if not isinstance(row["prompt"], (str, list)) or not row["prompt"]:
+        if not _is_prompt(row["prompt"]):
             raise DataError(
-                f"{source}, row {number}: prompt={row['prompt']!r} must be a text or a list of chat messages"
+                f"{source}, row {number}: prompt={row['prompt']!r} must be a text, or a list of chat messages "
+                f'{{"role": text, "content": text}}, and not empty'
+            )
+        if reserved := RESERVED & row.keys():
+            raise DataError(
+                f"{source}, row {number}: a column cannot be named {', '.join(sorted(reserved))}: TRL uses the name. "
+                f"Rename it"
             )
     return checked
+
+
+def _is_prompt(prompt: Any) -> bool:
+    if isinstance(prompt, str):
+        return bool(prompt)
+    return (
+        isinstance(prompt, list)
+        and len(prompt) > 0
+        and all(
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+            for message in prompt
+        )
+    )
+
+
+def _with_all_columns(rows: Iterable[Row]) -> list[Row]:
+    """The rows, each with the columns of all of them, None where it has none: a table takes its columns from the first."""
+    found = list(rows)
+    columns = dict.fromkeys(name for row in found for name in row)
+    return [{name: row.get(name) for name in columns} for row in found]
 
 
 def _check_reward_columns(reward: Callable[..., Any], row: Row, file: Path) -> None:

@@ -200,13 +200,13 @@ def test_a_broken_reward_ends_the_run_with_what_was_written(run, tmp_path):
 
 
 def test_a_reward_that_fails_later_leaves_the_way_to_the_last_step(run, tmp_path):
-    console = Console(file=io.StringIO(), width=300)
+    output = io.StringIO()
     (tmp_path / "task.py").write_text(
         AFTERWARDS.format(action="raise KeyError('x')").replace("== 5", "== 3") + TASK_AFTERWARDS
     )
     with pytest.raises(DataError, match="reward function 'reward' raised KeyError: 'x'"):
-        run(num_heldout=0, console=console)
-    assert f"logra replay --run {tmp_path / 'run'} --step 2 --output OUT" in console.file.getvalue()
+        run(num_heldout=0, console=Console(file=output, width=300))
+    assert f"logra replay --run {tmp_path / 'run'} --step 2 --output OUT" in output.getvalue()
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert (results["interrupted"], results["num_steps"]) == (True, 2)
 
@@ -224,7 +224,11 @@ def test_a_damaged_checkpoint_is_refused(run, model_folder, damage):
     save_file(tensors, path, metadata={"format": "pt"})
     if damage == "corrupt":
         path.write_bytes(path.read_bytes()[:-100])
-    message = {"missing": f"lacks {name}", "shape": f"shapes of {name} .3, 3. instead of", "corrupt": "cannot be loaded"}
+    message = {
+        "missing": f"lacks {name}",
+        "shape": f"shapes of {name} .3, 3. instead of",
+        "corrupt": "cannot be loaded",
+    }
     with pytest.raises(ConfigError, match=message[damage]):
         run(num_heldout=0)
 

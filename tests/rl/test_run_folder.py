@@ -2,6 +2,7 @@
 
 import json
 import math
+import tempfile
 
 import pytest
 import yaml
@@ -123,9 +124,16 @@ def test_what_another_run_left_is_not_called_this_runs(tmp_path):
     assert RunFolder(path, overwrite=True).contents() == f"Nothing was written to {path}."
 
 
-def test_a_folder_that_only_trying_finds_unwritable(tmp_path):
+def test_a_folder_that_only_trying_finds_unwritable(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="cannot be written to"):
         RunFolder(tmp_path / "new" / ("x" * 300))
+
+    def read_only(**_):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", read_only)
+    with pytest.raises(ConfigError, match=r"cannot be written to: .*Read-only"):
+        RunFolder(tmp_path / "new" / "run")
     assert not (tmp_path / "new").exists()
 
 
@@ -135,9 +143,9 @@ def test_a_disk_that_takes_no_more_is_named(tmp_path):
     def full(path):
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(LograError, match="model' cannot be written: .*No space left"):
+    with pytest.raises(LograError, match=r"model' cannot be written: .*No space left"):
         folder.write_model(full)
     folder.results.unlink()
     folder.results.mkdir()
-    with pytest.raises(LograError, match="results.json' cannot be written"):
+    with pytest.raises(LograError, match=r"results\.json' cannot be written"):
         folder.write_results({})

@@ -3,6 +3,7 @@
 import json
 import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -364,5 +365,6 @@ def test_training_again_after_an_error_starts_a_clean_step(make_trainer, make_mo
 
 
 def test_settings_that_are_no_config_are_refused_before_the_model_loads(make_args, num_letters):
+    settings: Any = {"lr": 1}
     with pytest.raises(ConfigError, match=r"logra=\{'lr': 1\}: a logra.Config is needed"):
-        GRPOTrainer(model="./never-loaded", reward_funcs=num_letters, args=make_args(), logra={"lr": 1})
+        GRPOTrainer(model="./never-loaded", reward_funcs=num_letters, args=make_args(), logra=settings)

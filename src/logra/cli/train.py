@@ -97,7 +97,7 @@ def _normalised(argv: Sequence[str]) -> list[str]:
 
 def _requested_method(arguments: Sequence[str]) -> str:
     """The method that flags or a configuration file ask for; its preset decides all other defaults."""
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder = argparse.ArgumentParser(prog="logra train", usage=USAGE, add_help=False, allow_abbrev=False)
     finder.add_argument("--method")
     finder.add_argument("--config", action="append", default=[])
     found, _ = finder.parse_known_args(arguments)

@@ -55,9 +55,10 @@ def load_model(config: TrainConfig, task: Task) -> tuple[PreTrainedModel, PreTra
     try:
         tokenizer = AutoTokenizer.from_pretrained(location, padding_side="left")
         # What does not fit is reported, with all that is missing, below.
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             location, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
+        model, report = loaded
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"model={config.model!r} cannot be loaded: {error}") from error
     _require_all_weights(config.model, report)
@@ -79,7 +80,9 @@ def _require_all_weights(model: str, report: dict[str, Any]) -> None:
         report: transformers' loading info, with `missing_keys` and `mismatched_keys` (name, shape found, shape needed).
     """
     absent = sorted(report["missing_keys"])
-    misfits = sorted(f"{name} {list(found)} instead of {list(needed)}" for name, found, needed in report["mismatched_keys"])
+    misfits = sorted(
+        f"{name} {list(found)} instead of {list(needed)}" for name, found, needed in report["mismatched_keys"]
+    )
     for what, names in (("lacks", absent), ("has other shapes of", misfits)):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -30,7 +30,7 @@ VERSIONED_PACKAGES = ("logra", "torch", "transformers", "trl", "peft", "accelera
 
 
 class RunFolder:
-    """The folder of a run. Built, it has only looked; `create` makes room for the run and begins it.
+    """The folder of a run. Built, it has tried to write and left nothing; `create` makes room for the run and begins it.
 
     Args:
         path: the folder.

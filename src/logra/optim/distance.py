@@ -1,0 +1,95 @@
+"""How far: a proposed step is scaled to what a trust policy allows, rounded, and measured before anything is written."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from logra.contracts import TrustPolicy
+from logra.errors import ConfigError
+from logra.hashing import derive_key
+from logra.optim.config import Config
+from logra.optim.layer import Proposal
+from logra.update import LowRankUpdate
+
+_MAX_ATTEMPTS = 100
+"""Far above what any trust policy shrinks; reaching it is a bug in the policy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProposedStep:
+    """The directions of all layers and the length that `lr` gives them.
+
+    Attributes:
+        config: settings.
+        version: policy version before the step; with the seed it draws the rounding noise.
+        lr: relative step.
+        proposals: by fully qualified name.
+        scale: factor that makes ‖ΔW‖_F / ‖W‖_F equal to `lr`; 0 if nothing would move.
+    """
+
+    config: Config
+    version: int
+    lr: float
+    proposals: Mapping[str, Proposal]
+    scale: float
+
+    def decay(self, alpha: float) -> float:
+        """Factor of the weights under decoupled weight decay, for a step of `alpha` times the length.
+
+        Raises:
+            ConfigError: nothing of the weights would be left.
+        """
+        decay = 1.0 - alpha * self.lr * self.config.weight_decay
+        if decay <= 0:
+            raise ConfigError(
+                f"weight_decay={self.config.weight_decay!r} with lr={self.lr!r} and alpha={alpha!r} would take all of the "
+                f"weights away: their product must stay below 1"
+            )
+        return decay
+
+    def rounded(self, alpha: float, attempt: int) -> dict[str, LowRankUpdate]:
+        """`alpha` times the step in integers; every attempt draws other rounding noise."""
+        return {
+            fqn: proposal.rounded(
+                alpha * self.scale,
+                self.decay(alpha),
+                factor_bits=self.config.factor_bits,
+                key=derive_key("round", self.config.seed, self.version, fqn, attempt),
+            )
+            for fqn, proposal in self.proposals.items()
+        }
+
+    def within(
+        self, trust: TrustPolicy, model: nn.Module, probe: Any, *, modules: Mapping[str, nn.Module], mismatch: float
+    ) -> tuple[dict[str, LowRankUpdate] | None, dict[str, float]]:
+        """Predict, scale, round and verify.
+
+        Args:
+            trust: the policy.
+            model: the model, not changed.
+            probe: what the policy measures on.
+            modules: fully qualified name -> target module.
+            mismatch: nats per token that are taken off the budget.
+
+        Returns:
+            The updates, None if the policy rejects them; and predicted_kl, kl_budget, alpha, realised_kl, num_shrinks.
+        """
+        decay = self.decay(1.0)
+        deltas = {modules[fqn]: proposal.delta(self.scale, decay) for fqn, proposal in self.proposals.items()}
+        decision = trust.predict(model, probe, deltas, step=self.version, mismatch=mismatch)
+        del deltas  # the rounded ones take their place
+        measured = {"predicted_kl": decision.predicted_kl, "kl_budget": decision.budget}
+        alpha = decision.alpha
+        for attempt in range(_MAX_ATTEMPTS):
+            updates = self.rounded(alpha, attempt)
+            deltas = {modules[fqn]: update.delta() for fqn, update in updates.items()}
+            verdict = trust.verify(model, probe, deltas, budget=decision.budget, attempt=attempt)
+            measured |= {"alpha": alpha, "realised_kl": verdict.realised_kl, "num_shrinks": float(attempt)}
+            if verdict.action == "accept":
+                return updates, measured
+            if verdict.action == "reject":
+                return None, measured
+            alpha *= verdict.factor
+        raise AssertionError("a trust policy must reject after a bounded number of shrinks")

@@ -1,0 +1,174 @@
+"""What accumulates for one target: its sketches, its input moments, and what siblings share while they are computed."""
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from logra.sketch.targets import Target
+from logra.update import SignFactor
+
+if TYPE_CHECKING:
+    from logra.sketch.capture import Capture
+
+
+@dataclass(frozen=True, kw_only=True)
+class SketchSpec:
+    """Shape and seed of the sketches.
+
+    Attributes:
+        rank: r, number of rows of A (and of B for a target sketched on its out side alone).
+        two_sided: keep S and T for every target, with l = 2 r; otherwise one of them, as `out_side` says.
+        seed: seed of all projections.
+        input_moments: accumulate the second moment of every input feature (for input scaling).
+    """
+
+    rank: int
+    two_sided: bool
+    seed: int
+    input_moments: bool = False
+
+    @property
+    def rank_out(self) -> int:
+        """l, number of rows of B: 2 r when both sides are kept (Tropp et al. 2017), else r."""
+        return 2 * self.rank if self.two_sided else self.rank
+
+
+@dataclass
+class Sketch:
+    """Accumulated sketches of one target; None where nothing ran backward or the side is not kept.
+
+    Attributes:
+        on_in: S = G diag(s) Aᵀ, fp32 [out, r].
+        on_out: T = B G, fp32 [l, in].
+    """
+
+    on_in: Tensor | None = None
+    on_out: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """The sketches that exist."""
+        return [tensor for tensor in (self.on_in, self.on_out) if tensor is not None]
+
+
+class SharedInput:
+    """What siblings with one parent and one input width share: A, and X Aᵀ of a tensor that several of them read."""
+
+    def __init__(self, parent: str, in_features: int, spec: SketchSpec) -> None:
+        self.parent = parent
+        self.in_features = in_features
+        self.spec = spec
+        self.projection_index = 0
+        self._source: weakref.ref[Tensor] | None = None
+        self._version = -1
+        self._dtype: torch.dtype | None = None
+        self._cast: Tensor | None = None
+        self._projected: dict[int, Tensor] = {}
+        self._squares: Tensor | None = None
+
+    def signs(self) -> SignFactor:
+        """A of the current window."""
+        return SignFactor(self.spec.seed, self.projection_index, self.parent, "in")
+
+    def read(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """X in the compute dtype, cast once for all modules that read the tensor `x`."""
+        if self._source is None or self._source() is not x or self._version != x._version or self._dtype != dtype:
+            self._forget()
+            # The reference dies with the tensor, and takes X Aᵀ along: nothing outlives the pass that needs it.
+            self._source = weakref.ref(x, self._forget)
+            self._version, self._dtype = x._version, dtype
+            self._cast = None if x.dtype == dtype else x.to(dtype)
+        return x if self._cast is None else self._cast
+
+    def project(self, x: Tensor, exponents: Tensor | None) -> Tensor:
+        """X diag(s) Aᵀ [t, r] of what `read` returned, once for all modules with the same scales."""
+        key = id(exponents)
+        if key not in self._projected:
+            signs = self.signs().matrix(self.spec.rank, self.in_features, device=x.device)
+            if exponents is not None:
+                signs = torch.ldexp(signs, exponents)
+            self._projected[key] = x.detach().reshape(-1, self.in_features) @ signs.to(x.dtype).T
+        return self._projected[key]
+
+    def squares(self, x: Tensor) -> Tensor:
+        """Sum over tokens of X², fp32 [in], of what `read` returned."""
+        if self._squares is None:
+            self._squares = x.detach().reshape(-1, self.in_features).float().square().sum(dim=0)
+        return self._squares
+
+    def _forget(self, source: "weakref.ref[Tensor] | None" = None) -> None:
+        if source is None or source is self._source:
+            self._source = self._cast = self._squares = None
+            self._projected = {}
+
+    def begin_window(self, projection_index: int) -> None:
+        """Use the projection `projection_index` from now on."""
+        self._forget()
+        self.projection_index = projection_index
+
+
+class Slot:
+    """What one target's patched forward needs. A copied or unpickled module gets None in its place: it is plain again."""
+
+    def __init__(self, capture: "Capture", target: Target, shared: SharedInput, keep_in: bool, keep_out: bool) -> None:
+        self.capture = capture
+        self.target = target
+        self.parameter = target.parameter
+        self.shared = shared
+        self.keep_in = keep_in
+        self.keep_out = keep_out
+        self.sketch = Sketch()
+        self.exponents: Tensor | None = None
+        self.square_sum: Tensor | None = None
+        self.num_tokens = 0
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def out_signs(self) -> SignFactor:
+        """B of the current window."""
+        return SignFactor(self.shared.spec.seed, self.shared.projection_index, self.target.parent, "out")
+
+    def begin_window(self) -> None:
+        """Drop what the last window left."""
+        self.sketch, self.square_sum, self.num_tokens = Sketch(), None, 0
+
+    def read(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """X in the compute dtype, and X diag(s) Aᵀ where S is kept; counts the input moments if they are wanted."""
+        cast = self.shared.read(x, dtype)
+        if self.shared.spec.input_moments:
+            squares = self.shared.squares(cast)
+            self.square_sum = squares if self.square_sum is None else self.square_sum + squares
+            self.num_tokens += x.numel() // self.target.in_features
+        return cast, self.shared.project(cast, self.exponents) if self.keep_in else None
+
+    def accumulate(self, x: Tensor | None, projected: Tensor | None, h: Tensor) -> None:
+        """Add one backward pass: h [t, out], x [t, in] where T is kept, projected [t, r] where S is kept."""
+        if projected is not None:
+            self.sketch.on_in = _add_product(self.sketch.on_in, h.T, projected)
+        if x is not None:
+            # B is stored transposed here: matrix() of an out factor is Bᵀ [out, l].
+            signs = self.out_signs().matrix(self.shared.spec.rank_out, self.target.out_features, device=h.device)
+            self.sketch.on_out = _add_product(self.sketch.on_out, (h @ signs.to(h.dtype)).T, x)
+
+    def zeros(self) -> Sketch:
+        """The sketch of a gradient that is zero, as this target keeps it."""
+        spec, device = self.shared.spec, self.target.parameter.device
+        return Sketch(
+            torch.zeros(self.target.out_features, spec.rank, device=device) if self.keep_in else None,
+            torch.zeros(spec.rank_out, self.target.in_features, device=device) if self.keep_out else None,
+        )
+
+
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """total + a @ b, fp32; the products of half-precision inputs are summed and returned in fp32."""
+    if a.dtype == torch.float32:
+        return a @ b if total is None else total.addmm_(a, b)
+    if a.is_cuda:
+        # A GEMM that returns bf16 would round the sketch at every micro-batch.
+        product = torch.mm(a, b, out_dtype=torch.float32)
+    else:
+        product = a.float() @ b.float()
+    return product if total is None else total.add_(product)

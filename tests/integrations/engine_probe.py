@@ -12,7 +12,7 @@ import socket
 import sys
 from typing import Any
 
-PROMPT = list(range(100, 140))
+PROMPT = list(range(100, 196))  # three blocks of the prefix cache, two of which a second request reads
 NUM_TOKENS = 12
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -34,9 +34,10 @@ def build_engine(model: str, dtype: str = "float32", **options: Any) -> Any:
         "max_model_len": 128,
         "max_num_seqs": 4,
         "enable_prefix_caching": True,
+        "block_size": 32,
         "kv_cache_memory_bytes": 2**26,
     }
-    return LLM(model=model, dtype=dtype, **settings, **options)
+    return LLM(model=model, dtype=dtype, **(settings | options))
 
 
 def close(llm: Any) -> None:
@@ -46,18 +47,20 @@ def close(llm: Any) -> None:
 
 
 def ask(llm: Any) -> dict[str, list]:
-    """Greedy tokens, their log-probabilities, and those of the prompt."""
+    """Greedy tokens and their log-probabilities, and the log-probabilities of the prompt."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=0, prompt_logprobs=0, ignore_eos=True)
-    output = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)[0]
-    completion = output.outputs[0]
+    def generate(**settings: Any) -> Any:
+        params = SamplingParams(temperature=0, ignore_eos=True, **settings)
+        return llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)[0]
+
+    # Two requests: one that asks for the prompt's log-probabilities does not read the prefix cache.
+    completion = generate(max_tokens=NUM_TOKENS, logprobs=0).outputs[0]
+    prompt = generate(max_tokens=1, prompt_logprobs=0).prompt_logprobs
     return {
         "token_ids": list(completion.token_ids),
         "logprobs": [next(iter(entry.values())).logprob for entry in completion.logprobs],
-        "prompt_logprobs": [
-            entry[token].logprob for token, entry in zip(PROMPT, output.prompt_logprobs, strict=True) if entry
-        ],
+        "prompt_logprobs": [entry[token].logprob for token, entry in zip(PROMPT, prompt, strict=True) if entry],
     }
 
 

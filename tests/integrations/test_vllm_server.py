@@ -35,7 +35,7 @@ def server(probe, trained, tmp_path_factory):
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(trained.base), "--dtype", "float32",
         "--enforce-eager", "--max-model-len", "128", "--max-num-seqs", "4", "--host", "127.0.0.1", "--port", str(port),
         "--weight-transfer-config", '{"backend": "logra"}', "--logprobs-mode", "processed_logprobs",
-        "--kv-cache-memory-bytes", str(2**26),
+        "--kv-cache-memory-bytes", str(2**26), "--block-size", "32",
     ]  # fmt: skip
     environment = os.environ | probe.ENVIRONMENT | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with log.open("w") as file:
@@ -62,26 +62,21 @@ def wait_for(url, process, log):
 
 
 def ask(url, probe):
-    """The same question as `probe.ask`, over HTTP."""
-    body = {
-        "prompt": probe.PROMPT,
-        "temperature": 0,
-        "max_tokens": probe.NUM_TOKENS,
-        "logprobs": 0,
-        "prompt_logprobs": 0,
-        "ignore_eos": True,
-        "return_tokens_as_token_ids": True,
-    }
-    request = urllib.request.Request(
-        url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=120) as response:
-        choice = json.load(response)["choices"][0]
-    prompt = zip(probe.PROMPT, choice["prompt_logprobs"], strict=True)
+    """The same questions as those of `probe.ask`, over HTTP."""
+
+    def complete(**settings):
+        body = {"prompt": probe.PROMPT, "temperature": 0, "ignore_eos": True, **settings}
+        with urllib.request.urlopen(as_request(url + "/v1/completions", body), timeout=120) as response:
+            return json.load(response)["choices"][0]
+
+    logprobs = complete(max_tokens=probe.NUM_TOKENS, logprobs=0, return_tokens_as_token_ids=True)["logprobs"]
+    prompt = complete(max_tokens=1, prompt_logprobs=0)["prompt_logprobs"]
     return {
-        "token_ids": [int(token.removeprefix("token_id:")) for token in choice["logprobs"]["tokens"]],
-        "logprobs": choice["logprobs"]["token_logprobs"],
-        "prompt_logprobs": [entry[str(token)]["logprob"] for token, entry in prompt if entry],
+        "token_ids": [int(token.removeprefix("token_id:")) for token in logprobs["tokens"]],
+        "logprobs": logprobs["token_logprobs"],
+        "prompt_logprobs": [
+            entry[str(token)]["logprob"] for token, entry in zip(probe.PROMPT, prompt, strict=True) if entry
+        ],
     }
 
 
@@ -134,5 +129,8 @@ def test_trl_sends_updates_to_the_server(server, train_with_trl, tools, probe, m
 
 
 def post(url, path, body):
-    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    urllib.request.urlopen(request, timeout=60).close()
+    urllib.request.urlopen(as_request(url + path, body), timeout=60).close()
+
+
+def as_request(url, body):
+    return urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})

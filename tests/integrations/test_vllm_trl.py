@@ -26,7 +26,7 @@ def test_the_colocated_engine_ends_with_the_trainers_weights(train_with_trl, too
 
 SETTINGS = (
     '{"distributed_executor_backend": "external_launcher", "max_num_batched_tokens": 4096, '
-    '"logprobs_mode": "processed_logprobs"}'
+    '"logprobs_mode": "processed_logprobs", "block_size": null}'
 )
 """Of the engine that TRL builds."""
 

@@ -12,9 +12,9 @@ def test_the_colocated_engine_ends_with_the_trainers_weights(train_with_trl, too
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     generation = trainer.vllm_generation
     assert [entry["sync/rollout_version"] for entry in steps] == [0, 1, 2]
-    assert steps[0]["sync/bytes"] == 0
+    assert steps[0]["sync/delivered_bytes"] == 0
     # Catches full weights on the way: 538 MB.
-    assert all(0 < entry["sync/bytes"] < 5e6 for entry in steps[1:])
+    assert all(0 < entry["sync/delivered_bytes"] < 5e6 for entry in steps[1:])
     assert all(entry["sync/seconds"] > 0 for entry in steps[1:])
     assert generation.num_anchors == 0
     # The engine samples from what the trainer computes with: the log-probabilities differ by rounding alone.

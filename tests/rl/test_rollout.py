@@ -62,7 +62,11 @@ def test_what_cannot_work_is_refused_before_the_model_loads(monkeypatch):
 def test_the_metrics_of_a_synchronisation():
     delivery = SimpleNamespace(version=3, num_bytes=100, seconds=0.5)
     generation = SimpleNamespace(last_delivery=delivery, num_anchors=1)
-    assert rollout.delivery_metrics(generation) == {"sync/bytes": 100.0, "sync/seconds": 0.5, "sync/anchors": 1.0}
+    assert rollout.delivery_metrics(generation) == {
+        "sync/delivered_bytes": 100.0,
+        "sync/seconds": 0.5,
+        "sync/anchors": 1.0,
+    }
     assert rollout.delivery_metrics(SimpleNamespace(last_delivery=None, num_anchors=0)) == {}
 
 

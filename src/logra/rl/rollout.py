@@ -55,7 +55,7 @@ def delivery_metrics(generation: Any) -> dict[str, float]:
     if delivery is None:
         return {}
     return {
-        "sync/bytes": float(delivery.num_bytes),
+        "sync/delivered_bytes": float(delivery.num_bytes),
         "sync/seconds": delivery.seconds,
         "sync/anchors": float(generation.num_anchors),
     }

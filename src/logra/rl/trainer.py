@@ -173,14 +173,13 @@ class GRPOTrainer(CheckedGRPOTrainer):
         if self._mismatch is not None:
             metrics["trust/mismatch"] = self._mismatch
         update = optimizer.last_update
-        sent = {"sync/bytes": float(update.num_bytes if update else 0)}
+        metrics["sync/bytes"] = float(update.num_bytes if update else 0)
         if self._publisher is not None and self.is_world_process_zero() and update is not None:
             update = self._publisher.publish(update)
-            sent = self._publisher.metrics()
+            metrics |= self._publisher.metrics()
         if self.use_vllm:
-            self._engine.add(update)  # `delivery_metrics` says what it took, when it is sent
-        else:
-            metrics |= sent
+            self._engine.add(update)
+            metrics.pop("sync/seconds", None)  # that of the delivery to the engine, see `delivery_metrics`
         self._record(metrics)
 
     def _on_step_end(self) -> None:

@@ -117,6 +117,22 @@ def test_a_missing_probe_is_an_error_and_one_probe_serves_one_step(tiny_lm, toke
         opt.step()
 
 
+def test_a_repeated_step_clips_dense_gradients_once(make_lm, token_ids):
+    """Clipped before the error and again at the repetition, the inner AdamW would see another gradient."""
+    grads = []
+    for forget_the_probe in (False, True):
+        model = make_lm()
+        opt = build(model, ScriptedPolicy(), non_target="adamw", max_grad_norm=0.01)
+        backward(model, token_ids)
+        if forget_the_probe:
+            with pytest.raises(ProbeError):
+                opt.step()
+        probe(opt, token_ids)
+        opt.step()
+        grads.append(model.lm_head.weight.grad)
+    assert torch.equal(grads[0], grads[1])
+
+
 def test_a_zero_gradient_does_not_ask_the_policy(tiny_lm, token_ids):
     policy = ScriptedPolicy()
     opt = build(tiny_lm, policy)

@@ -180,15 +180,19 @@ def _in_current_scales(state: dict[str, Any], gradient: LayerGradient) -> dict[s
     return state
 
 
+def _begin_state(gradient: LayerGradient, state: dict[str, Any]) -> dict[str, Any]:
+    """What every next state begins with: the number of updates, and the input scales that its moments are taken with."""
+    scales = {} if gradient.exponents is None else {"moment_exponents": gradient.exponents}
+    return {"step": state.get("step", 0) + 1} | scales
+
+
 def _propose_two_sided(
     config: Config, gradient: LayerGradient, state: dict[str, Any], shape: tuple[int, int]
 ) -> Proposal:
     q, r = gradient.q, gradient.r
     assert q is not None and r is not None
-    step = state.get("step", 0) + 1
-    new_state: dict[str, Any] = {"step": step}
-    if gradient.exponents is not None:
-        new_state["moment_exponents"] = gradient.exponents
+    new_state = _begin_state(gradient, state)
+    step = new_state["step"]
     row, column = directions.row_moment_of_factors(q, r), directions.column_moment_of_factors(q, r)
     if config.momentum > 0:
         if "momentum_out" in state:
@@ -220,10 +224,8 @@ def _propose_one_sided(
 ) -> Proposal:
     sketch, signs = gradient.sketch, gradient.signs
     assert sketch is not None and signs is not None
-    step = state.get("step", 0) + 1
-    new_state: dict[str, Any] = {"step": step}
-    if gradient.exponents is not None:
-        new_state["moment_exponents"] = gradient.exponents
+    new_state = _begin_state(gradient, state)
+    step = new_state["step"]
     numerator = sketch
     if config.momentum > 0:
         numerator = directions.ema(_carried_momentum(gradient, state, shape), sketch, config.momentum)

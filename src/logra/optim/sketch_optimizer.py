@@ -230,10 +230,9 @@ class SketchOptimizer(torch.optim.Optimizer):
         if norm == 0:
             return None, "zero_gradient"
         clip = self._clip or self.config.max_grad_norm
-        if clip is not None and norm > clip:
-            recovered = {fqn: gradient.scaled(clip / norm) for fqn, gradient in recovered.items()}
-            for grad in dense.values():
-                grad.mul_(clip / norm)
+        shrink = clip / norm if clip is not None and norm > clip else None
+        if shrink is not None:
+            recovered = {fqn: gradient.scaled(shrink) for fqn, gradient in recovered.items()}
         moving = [target for target in self.targets if target.fqn in recovered]
         proposals = {
             target.fqn: propose(
@@ -244,12 +243,13 @@ class SketchOptimizer(torch.optim.Optimizer):
             )
             for target in moving
         }
+        weight_norm = self._weight_norm()
         step = ProposedStep(
             config=self.config,
             version=self.version,
             lr=self.param_groups[0]["lr"],
             proposals=proposals,
-            scale=self._step_scale(proposals),
+            scale=self._step_scale(proposals, weight_norm),
         )
         try:
             updates = self._scale_and_round(step, moving)
@@ -258,6 +258,12 @@ class SketchOptimizer(torch.optim.Optimizer):
             return None, "non_finite_probe"
         if updates is None:
             return None, "trust_rejected"
+        change = torch.stack([update.delta().norm_squared() for update in updates.values()]).sum().sqrt()
+        self._diagnostics["update_ratio"] = (change / weight_norm).item()
+        # Dense gradients are clipped no earlier than here: a step that ended in an error would be clipped twice.
+        if shrink is not None:
+            for grad in dense.values():
+                grad.mul_(shrink)
         return self._commit(moving, proposals, updates), None
 
     def _recover(self) -> dict[str, LayerGradient]:
@@ -267,10 +273,10 @@ class SketchOptimizer(torch.optim.Optimizer):
             gradients.average_dense(self._non_targets.parameters)
         return self._gradients
 
-    def _step_scale(self, proposals: Mapping[str, Proposal]) -> float:
+    def _step_scale(self, proposals: Mapping[str, Proposal], weight_norm: Tensor) -> float:
         """The factor that makes ‖ΔW‖_F / ‖W‖_F over all targets equal to `lr`."""
         update = torch.stack([proposal.delta().norm_squared() for proposal in proposals.values()]).sum().sqrt()
-        return (self.param_groups[0]["lr"] * self._weight_norm() / update).item() if update > 0 else 0.0
+        return (self.param_groups[0]["lr"] * weight_norm / update).item() if update > 0 else 0.0
 
     def _weight_norm(self) -> Tensor:
         norms = torch.stack([torch.linalg.vector_norm(target.weight, dtype=torch.float32) for target in self.targets])
@@ -305,8 +311,6 @@ class SketchOptimizer(torch.optim.Optimizer):
     def _commit(
         self, moving: list[Target], proposals: Mapping[str, Proposal], updates: dict[str, LowRankUpdate]
     ) -> PolicyUpdate:
-        change = torch.stack([update.delta().norm_squared() for update in updates.values()]).sum().sqrt()
-        self._diagnostics["update_ratio"] = (change / self._weight_norm()).item()
         for target in moving:
             lo: Tensor | None = self.state.get(target.parameter, {}).get("lo")
             if lo is not None and target.transposed:

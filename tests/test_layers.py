@@ -16,7 +16,8 @@ LEVELS = {
     "sketch": 1,
     "optim": 2, "trust": 2, "sync": 2,
     "rl": 3,
-    "cli": 4, "integrations": 4,
+    "bench": 4, "integrations": 4,
+    "cli": 5,
 }  # fmt: skip
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 

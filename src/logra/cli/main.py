@@ -1,6 +1,6 @@
 """The command `logra`: finds the subcommand and turns errors into one line and an exit code.
 
-Exit codes: 0 done, 1 interrupted, 2 a setting or an input that cannot be used.
+Exit codes: 0 done, 1 interrupted or a check that found something, 2 a setting or an input that cannot be used.
 """
 
 import sys
@@ -11,6 +11,7 @@ from logra.errors import LograError
 COMMANDS = {
     "train": "train a model by reinforcement learning",
     "replay": "rebuild, check or compare the weights of a run at any step",
+    "bench": "run a benchmark, print its table, find regressions",
 }
 
 USAGE = f"""usage: logra COMMAND [options]
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"logra: unknown command {arguments[0]!r}. Commands: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     try:
-        return {"train": _train, "replay": _replay}[arguments[0]](arguments[1:])
+        return {"train": _train, "replay": _replay, "bench": _bench}[arguments[0]](arguments[1:])
     except LograError as error:
         print(f"logra {arguments[0]}: error: {error}", file=sys.stderr)
         return 2
@@ -73,6 +74,12 @@ def _replay(arguments: Sequence[str]) -> int:
     from logra.cli.replay import replay_command
 
     return replay_command(arguments)
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    from logra.cli.bench import bench_command
+
+    return bench_command(arguments)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,106 @@
+"""Learning curves of every method on the default run of `logra train`: same problems, order, sampling seeds and loss.
+
+A cell is one whole run of one method with one seed. Seconds depend on the machine and on what else runs: compare them
+within one file only.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from logra.bench.harness import Cell, Results, markdown_table, spread
+from logra.errors import ConfigError
+
+BUDGET = ("--trust.kl-budget", "0.03", "--trust.kl-budget-final", "0.01", "--trust.schedule-steps", "15")
+ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "logra": ("`logra` (two-sided, spectral, momentum 0.9, rank 32)", ("--method", "logra")),
+    "adamw": ("dense AdamW, lr 3e-5", ("--method", "adamw")),
+    "lora": ("LoRA, all linear, rank 16, lr 3e-4", ("--method", "lora")),
+    "paper": ("`paper` (one-sided row_adam, rank 256, budget 2e-4)", ("--method", "paper")),
+    "paper-budget": ("`paper` at the KL budget of `logra`", ("--method", "paper", *BUDGET)),
+}
+"""Name of an arm: its title in tables, and its flags."""
+CURVES = ("reward/mean", "policy/entropy", "trust/predicted_kl", "trust/realised_kl", "trust/alpha", "trust/budget",
+          "optim/update_ratio", "sync/bytes", "time/rollout_s", "time/update_s", "time/probe_s")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to run."""
+
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Seeds of the runs."""
+    arms: tuple[str, ...] = tuple(ARMS)
+    """Methods."""
+
+    def __post_init__(self) -> None:
+        for arm in self.arms:
+            if arm not in ARMS:
+                raise ConfigError(f"arms={arm!r}: any of {', '.join(ARMS)}")
+
+
+def cells(options: Options) -> list[Cell]:
+    """Every method with one seed before the next seed."""
+    return [{"arm": arm, "seed": seed} for seed in options.seeds for arm in options.arms]
+
+
+def run_cell(cell: Cell, options: Options) -> dict[str, Any]:
+    """Train, and keep the results and the curves."""
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    flags = [*ARMS[cell["arm"]][1], "--run.seed", str(cell["seed"]), "--run.num-threads", threads]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "logra.cli.main", "train", "--output-dir", f"{folder}/run", *flags]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        results = json.loads(Path(folder, "run", "results.json").read_text())
+        steps = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+    curves = {key: [step.get(key) for step in steps] for key in CURVES if any(key in step for step in steps)}
+    return {"train": " ".join(["logra train", *flags]), "results": results, "curves": curves}
+
+
+def table(results: Results) -> str:
+    """Results over seeds, and the learning curves."""
+    return "\n\n".join((_summary(results), _curves(results)))
+
+
+def _summary(results: Results) -> str:
+    rows = []
+    for arm in _arms(results):
+        runs = [result["results"] for result in results.select(arm=arm)]
+        before = statistics.fmean(run["heldout"]["before"] for run in runs)
+        rows.append(
+            [
+                ARMS[arm][0],
+                str(len(runs)),
+                spread([run["mean_reward_first_3_steps"] for run in runs]),
+                spread([run["mean_reward_last_3_steps"] for run in runs]),
+                f"{spread([run['heldout']['after'] for run in runs])} ({before:.2f})",
+                spread([run["seconds_per_step"] for run in runs], 1),
+                f"{max(run['peak_memory_bytes'] for run in runs) / 2**30:.2f} GiB",
+            ]
+        )
+    header = "method", "seeds", "reward, first 3 steps", "last 3 steps", "held-out after (before)", "s / step"
+    return markdown_table([*header, "peak memory"], rows)
+
+
+def _curves(results: Results) -> str:
+    """Mean reward over seeds of every three steps."""
+    rewards = {arm: [r["curves"]["reward/mean"] for r in results.select(arm=arm)] for arm in _arms(results)}
+    num_steps = max(len(run) for runs in rewards.values() for run in runs)
+    starts = range(0, num_steps, 3)
+    rows = []
+    for arm, runs in rewards.items():
+        means = [statistics.fmean(reward for run in runs for reward in run[start : start + 3]) for start in starts]
+        rows.append([ARMS[arm][0], *(f"{mean:.2f}" for mean in means)])
+    steps = [f"{start + 1}-{min(start + 3, num_steps)}" for start in starts]
+    return markdown_table(["reward in steps", *steps], rows)
+
+
+def _arms(results: Results) -> list[str]:
+    present = results.values("arm")
+    return [arm for arm in ARMS if arm in present]

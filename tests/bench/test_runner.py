@@ -1,0 +1,72 @@
+"""Cells run once, each in its own process, and survive what happens to the others."""
+
+import json
+import os
+
+import pytest
+
+from logra.bench.harness import results as files
+from logra.bench.harness.runner import BenchError, run
+from logra.errors import ConfigError
+
+
+def run_toy(toy, path, jobs=1, **options):
+    chosen = toy.benchmark.options(**options)
+    return run(toy.benchmark, chosen, path, command="logra bench toy", jobs=jobs, say=lambda line: None)
+
+
+def test_every_cell_has_a_process_of_its_own(toy, tmp_path, monkeypatch):
+    monkeypatch.setenv("TOY_FAILS", "1")
+    with pytest.raises(BenchError, match=r"(?s)1 of 2 cells failed.*seed=1: exit code 1.*RuntimeError: seed 1 fails"):
+        run_toy(toy, tmp_path / "toy.json", seeds=(2, 1), jobs=2)
+    (record,) = files.read(tmp_path / "toy.json").records
+    assert record.result["value"] == 4 and record.result["pid"] != os.getpid()
+    assert record.result["threads"] == "1" and record.machine["threads"] == 1
+    assert record.machine["cores"] >= 1 and record.machine["torch"]
+    assert record.command == "logra bench toy" and record.jobs == 2 and record.wall_s is not None
+    assert record.commit is None or len(record.commit) == 40
+
+
+def test_cells_run_once(toy, tmp_path, in_this_process):
+    path = tmp_path / "toy.json"
+    run_toy(toy, path, seeds=(2,))
+    results = run_toy(toy, path, seeds=(2, 3))
+    assert toy.log.read_text().split() == ["2", "3"]  # seed 2 not a second time
+    assert [record.result["value"] for record in results.records] == [4, 9]
+    assert len(json.loads(path.read_text())["machines"]) == 1  # written once, not with every cell
+
+
+def test_a_failed_cell_does_not_cost_the_others(toy, tmp_path, monkeypatch, in_this_process):
+    path = tmp_path / "toy.json"
+    monkeypatch.setenv("TOY_FAILS", "1")
+    with pytest.raises(BenchError, match="1 of 3 cells failed"):
+        run_toy(toy, path, seeds=(0, 1, 2))
+    assert files.read(path).values("seed") == [0, 2]
+    monkeypatch.delenv("TOY_FAILS")
+    assert sorted(run_toy(toy, path, seeds=(0, 1, 2)).values("seed")) == [0, 1, 2]
+    assert toy.log.read_text().split() == ["0", "1", "2", "1"]
+
+
+def test_a_file_holds_one_setting(toy, tmp_path, in_this_process):
+    path = tmp_path / "toy.json"
+    run_toy(toy, path, seeds=(2,))
+    with pytest.raises(ConfigError, match=r"factor=1\.0 there, 2\.0 now"):
+        run_toy(toy, path, seeds=(2,), factor=2.0)
+    assert files.read(path).select(seed=2)[0]["value"] == 4
+
+
+def test_what_another_process_wrote_meanwhile_is_kept(toy, tmp_path, in_this_process):
+    path, options = tmp_path / "toy.json", toy.benchmark.options()
+    record = run_toy(toy, path, seeds=(2,)).records[0]
+    other = files.Record(**(vars(record) | {"cell": {"arm": "square", "seed": 7}}))
+    files.add(path, "toy", options, other)
+    assert run_toy(toy, path, seeds=(3,)).values("seed") == [2, 7, 3]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"benchmark": "toy"}'])
+def test_a_damaged_file_is_refused_and_left(toy, tmp_path, text, in_this_process):
+    path = tmp_path / "toy.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="not a results file"):
+        run_toy(toy, path)
+    assert path.read_text() == text

@@ -1,0 +1,58 @@
+"""Markdown, and the markers in the documentation."""
+
+from pathlib import Path
+
+import pytest
+
+import logra
+from logra.bench.harness import markdown_table, spread
+from logra.bench.harness.benchmark import find, summaries
+from logra.bench.harness.results import read
+from logra.bench.harness.tables import write_docs
+from logra.errors import ConfigError
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_spread_is_mean_and_range():
+    assert spread([1.0, 2.0, 6.0]) == "3.00 (1.00-6.00)"
+    assert spread([1.25], 1) == "1.2"
+
+
+def test_a_table():
+    assert markdown_table(["a", "b"], [["1", "2"]]) == "| a | b |\n|---|---|\n| 1 | 2 |"
+
+
+def test_the_text_between_the_markers_is_replaced_wherever_they_stand(tmp_path):
+    (tmp_path / "docs").mkdir()
+    page = "before\n<!-- bench:toy -->\nold\n<!-- /bench:toy -->\nafter\n<!-- bench:toys -->\nother\n<!-- /bench:toys -->\n"
+    for path in (tmp_path / "README.md", tmp_path / "docs" / "a.md"):
+        path.write_text(page)
+    (tmp_path / "docs" / "b.md").write_text("no markers")
+    assert write_docs("toy", "new", tmp_path) == [tmp_path / "README.md", tmp_path / "docs" / "a.md"]
+    assert (tmp_path / "README.md").read_text() == page.replace("old", "new")
+
+
+@pytest.mark.parametrize(
+    "page", ["", "<!-- bench:toy -->", "<!-- bench:toy -->\n<!-- bench:toy --><!-- /bench:toy -->"]
+)
+def test_missing_markers_are_refused(tmp_path, page):
+    (tmp_path / "README.md").write_text(page)
+    with pytest.raises(ConfigError, match="bench:toy"):
+        write_docs("toy", "new", tmp_path)
+    assert (tmp_path / "README.md").read_text() == page
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "benchmarks" / "results").glob("*.json")), ids=lambda p: p.stem)
+def test_the_documentation_shows_what_lies_in_the_results(path, tmp_path):
+    text = find(path.stem).table(read(path))
+    pages = "".join(page.read_text() for page in [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")])
+    assert f"<!-- bench:{path.stem} -->\n{text}\n<!-- /bench:{path.stem} -->" in pages, "run --write-docs"
+
+
+def test_every_module_of_the_package_is_a_benchmark():
+    names = {path.stem for path in (Path(logra.__file__).parent / "bench").glob("*.py")} - {"__init__"}
+    assert summaries().keys() == names
+    for name, summary in summaries().items():
+        benchmark = find(name)
+        assert summary and benchmark.cells(benchmark.options()), name

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from logra.errors import LograError
 from logra.hashing import Range, derive_key, signs
+from logra.phases import purpose
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class SignFactor:
             fp32 with entries ±1, the requested part of [r, in] for side "in" and of [out, r] for side "out".
         """
         key = self.key(width)
-        if self.side == "in":
-            return signs(key, rank, width, rows=rows, columns=columns, device=device)
-        return signs(key, rank, width, rows=columns, columns=rows, device=device).T
+        with purpose("projections"):
+            if self.side == "in":
+                return signs(key, rank, width, rows=rows, columns=columns, device=device)
+            return signs(key, rank, width, rows=columns, columns=rows, device=device).T

@@ -48,6 +48,7 @@ def test_overwrite_is_a_switch():
     assert parse(["--overwrite", *BASE]).overwrite
     assert not parse([*BASE, "--overwrite", "false"]).overwrite
     assert not parse(BASE).overwrite
+    assert parse([*BASE, "--profile"]).profile and not parse(BASE).profile
 
 
 def test_lists_and_nulls():

@@ -76,6 +76,7 @@ def test_files_and_results(run):
         "samples.jsonl",
         "updates",
         "model",
+        "memory.json",
         "results.json",
     }
     metrics = records(folder / "metrics.jsonl")
@@ -324,6 +325,28 @@ def test_a_run_is_replaced_only_when_the_new_one_can_begin(run, tmp_path, monkey
     assert contents(outcome.folder) == old
     again, _ = run(overwrite=True, num_heldout=0, run=RunConfig(num_steps=2, device="cpu"))
     assert [entry["step"] for entry in records(again.folder / "metrics.jsonl")] == [1, 2]
+
+
+@pytest.mark.parametrize("method", ["logra", "adamw", "lora"])
+def test_a_profile_gives_every_byte_a_category(run, method):
+    """Fails if a tensor of TRL's step has no known origin, or a phase of the step is not marked."""
+    outcome, output = run(method=method, profile=True, run=RunConfig(num_steps=1, device="cpu"))
+    memory = json.loads((outcome.folder / "memory.json").read_text())
+    assert memory["method"] == method and memory["profiled"]
+    assert memory["peak_bytes"] == sum(memory["at_peak"].values())
+    assert memory["at_peak"]["other"] < 0.03 * memory["peak_bytes"]
+    expected = {"rollout", "forward", "backward", "update"}
+    assert set(memory["phases"]) == expected | ({"recover", "probe", "sync"} if method == "logra" else set())
+    assert memory["phases"]["rollout"]["at_peak"]["rollout"] > 0
+    assert "Peak of each phase" in output and "arrays alone" in output
+
+
+def test_every_run_says_what_it_holds_between_steps(run):
+    outcome, output = run(run=RunConfig(num_steps=1, device="cpu"))
+    memory = json.loads((outcome.folder / "memory.json").read_text())
+    assert memory["resident"]["weights"] == 4 * 2 * (32 * 32 * 2 + 2 * 32 * 16 + 3 * 32 * 48)
+    assert memory["resident"]["optimizer_state"] > 0 and memory["process_peak_bytes"] > 2**20
+    assert "Peak of each phase" not in output
 
 
 def test_the_trained_model_survives_a_failing_evaluation(run, tmp_path):

@@ -26,6 +26,7 @@ _FLAG = re.compile(r"--[a-z][\w.-]*")
 _GROUPS = ("rollout", "loss", "run", "logra", "trust", "adamw", "lora")
 _HIDDEN = ("logra.trust", "logra.trust.help")
 """A trust region is set in the group `trust`, not inside `logra.Config`."""
+_SWITCHES = ("--overwrite", "--profile")
 
 
 class TrainParser(ArgumentParser):
@@ -76,7 +77,7 @@ def build_parser(method: str) -> TrainParser:
 
 
 def _normalised(argv: Sequence[str]) -> list[str]:
-    """Flag names with underscores, a bare `--overwrite` as `--overwrite=true`, and files first: flags override them."""
+    """Flag names with underscores, a bare switch as `--switch=true`, and files first: flags override them."""
     arguments: list[str] = []
     files: list[str] = []
     is_file = False
@@ -89,7 +90,7 @@ def _normalised(argv: Sequence[str]) -> list[str]:
         if name.startswith("--"):
             name = "--" + name[2:].replace("-", "_")
             following = argv[index + 1] if index + 1 < len(argv) else "--"
-            if name == "--overwrite" and not equals and following.startswith("-"):
+            if name in _SWITCHES and not equals and following.startswith("-"):
                 equals, value = "=", "true"
         arguments.append(f"{name}{equals}{value}")
     return files + arguments

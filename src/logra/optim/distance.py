@@ -11,6 +11,7 @@ from logra.errors import ConfigError
 from logra.hashing import derive_key
 from logra.optim.config import Config
 from logra.optim.layer import Proposal
+from logra.phases import phase
 from logra.update import LowRankUpdate
 
 _MAX_ATTEMPTS = 100
@@ -78,14 +79,16 @@ class ProposedStep:
         """
         decay = self.decay(1.0)
         deltas = {modules[fqn]: proposal.delta(self.scale, decay) for fqn, proposal in self.proposals.items()}
-        decision = trust.predict(model, probe, deltas, step=self.version, mismatch=mismatch)
+        with phase("probe"):
+            decision = trust.predict(model, probe, deltas, step=self.version, mismatch=mismatch)
         del deltas  # the rounded ones take their place
         measured = {"predicted_kl": decision.predicted_kl, "kl_budget": decision.budget}
         alpha = decision.alpha
         for attempt in range(_MAX_ATTEMPTS):
             updates = self.rounded(alpha, attempt)
             deltas = {modules[fqn]: update.delta() for fqn, update in updates.items()}
-            verdict = trust.verify(model, probe, deltas, budget=decision.budget, attempt=attempt)
+            with phase("probe"):
+                verdict = trust.verify(model, probe, deltas, budget=decision.budget, attempt=attempt)
             measured |= {"alpha": alpha, "realised_kl": verdict.realised_kl, "num_shrinks": float(attempt)}
             if verdict.action == "accept":
                 return updates, measured

@@ -28,6 +28,7 @@ from logra.optim.config import Config
 from logra.optim.distance import ProposedStep
 from logra.optim.layer import LayerGradient, Proposal, propose
 from logra.optim.non_targets import NonTargets
+from logra.phases import phase
 from logra.sketch.capture import Capture, SketchSpec
 from logra.sketch.targets import Target, find_targets
 from logra.update import LowRankUpdate, PolicyUpdate
@@ -269,8 +270,9 @@ class SketchOptimizer(torch.optim.Optimizer):
     def _recover(self) -> dict[str, LayerGradient]:
         """Reduce the gradients and recover the targets' ones from their sketches, once a window."""
         if self._gradients is None:
-            self._gradients = gradients.recover_all(self._capture, self.targets)
-            gradients.average_dense(self._non_targets.parameters)
+            with phase("recover"):
+                self._gradients = gradients.recover_all(self._capture, self.targets)
+                gradients.average_dense(self._non_targets.parameters)
         return self._gradients
 
     def _step_scale(self, proposals: Mapping[str, Proposal], weight_norm: Tensor) -> float:

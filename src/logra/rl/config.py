@@ -220,6 +220,8 @@ class TrainConfig:
     """Problems held out to measure accuracy before and after; at most 2/3 of a small generated task, 1/5 of a dataset."""
     use_trust: bool = True
     """Scale each step to the KL budget of the trust group (methods logra and paper)."""
+    profile: bool = False
+    """Record memory by category and phase (memory.json, and a table at the end). Takes more time per step."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     run: RunConfig = field(default_factory=RunConfig)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from logra.phases import phase
+
 DIAGNOSTIC_NAMES = {
     "predicted_kl": "trust/predicted_kl",
     "realised_kl": "trust/realised_kl",
@@ -85,7 +87,8 @@ class StepClock:
         """Count the time inside as rollout."""
         start = time.perf_counter()
         try:
-            yield
+            with phase("rollout"):
+                yield
         finally:
             self._rollout_s += time.perf_counter() - start
 

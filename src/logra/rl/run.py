@@ -90,6 +90,7 @@ class _Run:
     """One run and its parts."""
 
     def __init__(self, config: TrainConfig, task: Task, folder: RunFolder, display: Display) -> None:
+        from logra.rl.memory_report import MemoryReport
         from logra.rl.methods import build_trainer, load_model, publish_updates, training_set, trl_arguments
 
         self._config = config
@@ -107,6 +108,7 @@ class _Run:
         publish_updates(config, self._trainer, folder.updates)
         self._recorder = StepRecorder(folder, display, self._samples)
         self._stopper = StopOnInterrupt(display)
+        self._memory = MemoryReport(self._trainer, config.method, with_ledger=config.profile)
 
     def execute(self) -> Outcome:
         """Evaluate, train, save, evaluate."""
@@ -117,6 +119,7 @@ class _Run:
         if before is not None:
             self._display.say(f"Held-out {self._task.score_name} before: {before:.3f}")
         seconds, stopped_at_once = self._train(before)
+        self._write_memory()
         results = self._results(before, None, seconds)
         if not stopped_at_once:
             policy = trained_policy(self._trainer)
@@ -159,11 +162,11 @@ class _Run:
         from transformers import PrinterCallback
 
         self._trainer.remove_callback(PrinterCallback)
-        for callback in (SeedEachStep(self._config.run.seed), self._recorder, self._stopper):
+        for callback in (SeedEachStep(self._config.run.seed), self._recorder, self._stopper, self._memory):
             self._trainer.add_callback(callback)
         start = time.perf_counter()
         try:
-            with self._stopper.installed(), self._display:
+            with self._stopper.installed(), self._display, self._memory.recording():
                 self._trainer.train()
         except KeyboardInterrupt:
             self._stopper.requested = True
@@ -176,6 +179,14 @@ class _Run:
             self._say_how_to_rebuild()
             raise
         return time.perf_counter() - start, False
+
+    def _write_memory(self) -> None:
+        from logra.memory.table import profile_text
+
+        content = self._memory.content()
+        self._folder.write_memory(content)
+        if self._config.profile and content["phases"]:
+            self._display.say(profile_text(self._config.method, content))
 
     def _samples(self) -> list[tuple[Any, Any, float]]:
         return self._trainer.spread_samples(self._config.run.num_logged_samples)

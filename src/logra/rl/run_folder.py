@@ -5,6 +5,7 @@ metrics.jsonl    one object per step
 samples.jsonl    a few completions of every step, with prompt and reward
 updates/         the log of all updates: with the base model, the weights of every step (methods logra and paper)
 model/           the trained model, for AutoModelForCausalLM.from_pretrained
+memory.json      bytes by category, see docs/memory.md
 results.json     held-out score before and after, mean rewards, seconds, peak memory
 """
 
@@ -48,6 +49,7 @@ class RunFolder:
         self.samples = self.path / "samples.jsonl"
         self.updates = self.path / "updates"
         self.model = self.path / "model"
+        self.memory = self.path / "memory.json"
         self.results = self.path / "results.json"
         self._unfinished_model = self.path / ".model-unfinished"
         self._is_created = False
@@ -91,7 +93,7 @@ class RunFolder:
     @property
     def _parts(self) -> tuple[Path, ...]:
         """What a run writes, and what replacing it removes: whatever else was put here stays."""
-        files = (self.config, self.metrics, self.samples, self.results)
+        files = (self.config, self.metrics, self.samples, self.memory, self.results)
         return (*files, self.updates, self.model, self._unfinished_model)
 
     def require_outside(self, field: str, source: str | Path) -> None:
@@ -162,6 +164,11 @@ class RunFolder:
     def add_sample(self, sample: Mapping[str, Any]) -> None:
         """Append one completion."""
         _append(self.samples, sample)
+
+    def write_memory(self, content: Mapping[str, Any]) -> None:
+        """Write what the run held in memory."""
+        with _writing(self.memory):
+            self.memory.write_text(json.dumps(_finite(content), indent=2) + "\n", encoding="utf-8")
 
     def write_results(self, results: Mapping[str, Any]) -> None:
         """Write the results of the run."""

@@ -21,6 +21,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer as TRLTrainer
 from logra import distributed
 from logra.errors import ConfigError
 from logra.optim import Config, SketchOptimizer
+from logra.phases import phase
 from logra.rl.grpo import CheckedGRPOTrainer
 from logra.rl.metrics import ROLLOUT_VERSION, optimizer_metrics
 from logra.rl.probe_window import ProbeWindow, TimedTrust
@@ -173,13 +174,15 @@ class GRPOTrainer(CheckedGRPOTrainer):
         if self._mismatch is not None:
             metrics["trust/mismatch"] = self._mismatch
         update = optimizer.last_update
-        if self._publisher is not None and self.is_world_process_zero() and update is not None:
-            update = self._publisher.publish(update)
-            metrics |= self._publisher.metrics()
-        else:  # encodes the packet, which the publisher has done above
-            metrics["sync/bytes"] = float(update.num_bytes if update else 0)
+        with phase("sync"):
+            if self._publisher is not None and self.is_world_process_zero() and update is not None:
+                update = self._publisher.publish(update)
+                metrics |= self._publisher.metrics()
+            else:  # encodes the packet, which the publisher has done above
+                metrics["sync/bytes"] = float(update.num_bytes if update else 0)
+            if self.use_vllm:
+                self._engine.add(update)
         if self.use_vllm:
-            self._engine.add(update)
             metrics.pop("sync/seconds", None)  # that of the delivery to the engine, see `delivery_metrics`
         self._record(metrics)
 

@@ -94,13 +94,38 @@ class TrustPolicy(Protocol):
         ...
 
     def predict(
-        self, model: nn.Module, probe: Any, deltas: Mapping[nn.Module, Delta], *, step: int, mismatch: float = 0.0
+        self,
+        model: nn.Module,
+        probe: Any,
+        deltas: Mapping[nn.Module, Delta],
+        *,
+        step: int,
+        mismatch: float = 0.0,
+        dense: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> TrustDecision:
-        """Predict the KL of the proposal with a forward tangent and answer with the allowed scale."""
+        """Predict the KL of the proposal with a forward tangent and answer with the allowed scale.
+
+        `dense`: other parameters that move in the same step -> what is subtracted from each.
+        """
         ...
 
     def verify(
-        self, model: nn.Module, probe: Any, deltas: Mapping[nn.Module, Delta], *, budget: float, attempt: int
+        self,
+        model: nn.Module,
+        probe: Any,
+        deltas: Mapping[nn.Module, Delta],
+        *,
+        budget: float,
+        attempt: int,
+        dense: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> TrustVerdict:
         """Measure the KL that the scaled and rounded update will realise; `attempt` counts earlier shrinks."""
+        ...
+
+    def snapshot(self, model: nn.Module, probe: Any) -> Any:
+        """What `merged_kl` needs to know of the policy before the merge; None where the merge is not measured."""
+        ...
+
+    def merged_kl(self, model: nn.Module, probe: Any, snapshot: Any) -> float:
+        """KL between the policy of `snapshot` and the merged one."""
         ...

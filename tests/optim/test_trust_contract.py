@@ -19,20 +19,26 @@ class ScriptedPolicy:
     def __init__(self, alpha=0.5, verdicts=("accept",)):
         self.alpha, self.verdicts = alpha, list(verdicts)
         self.proposed, self.rounded, self.steps = [], [], []
+        self.proposed_dense, self.scaled_dense = [], []
 
     def make_probe(self, **tensors):
         return tensors
 
-    def predict(self, model, probe, deltas, *, step, mismatch=0.0):
+    def predict(self, model, probe, deltas, *, step, mismatch=0.0, dense):
         self.proposed.append(deltas)
+        self.proposed_dense.append(dense)
         self.steps.append((step, mismatch))
         return TrustDecision(self.alpha, predicted_kl=0.4, budget=0.1)
 
-    def verify(self, model, probe, deltas, *, budget, attempt):
+    def verify(self, model, probe, deltas, *, budget, attempt, dense):
         assert budget == 0.1
         self.rounded.append(deltas)
+        self.scaled_dense.append(dense)
         action = self.verdicts[attempt]
         return TrustVerdict(0.2, action, 0.5 if action == "shrink" else 1.0)
+
+    def snapshot(self, model, probe):
+        return None
 
 
 def build(model, policy, **settings):
@@ -157,3 +163,62 @@ def test_set_probe_without_trust_is_an_error(tiny_lm, token_ids):
     opt = logra.SketchOptimizer(tiny_lm, target_modules=TARGETS)
     with pytest.raises(ConfigError, match="needs a trust region"):
         probe(opt, token_ids)
+
+
+def test_the_inner_adamw_is_priced_scaled_and_committed_with_the_targets(make_lm, token_ids):
+    """The displacement is AdamW's own; alpha times it is verified and taken, the moments are those of one step.
+
+    Catches moments that move twice, a displacement of the wrong sign, and a step taken in full.
+    """
+    alone = make_lm()
+    reference = build(alone, None, non_target="adamw", non_target_lr=1e-3)
+    backward(alone, token_ids)
+    before = {name: parameter.detach().clone() for name, parameter in reference._non_targets.parameters.items()}
+    reference.step()
+    model = make_lm()
+    policy = ScriptedPolicy(alpha=0.5, verdicts=("shrink", "accept"))
+    opt = build(model, policy, non_target="adamw", non_target_lr=1e-3)
+    backward(model, token_ids)
+    probe(opt, token_ids)
+    opt.step()
+    names = {parameter: name for name, parameter in opt._non_targets.parameters.items()}
+    assert names.keys() == policy.proposed_dense[0].keys()
+    for parameter, displacement in policy.proposed_dense[0].items():
+        name = names[parameter]
+        whole = before[name] - reference._non_targets.parameters[name]
+        torch.testing.assert_close(displacement, whole, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(policy.scaled_dense[0][parameter], 0.5 * displacement)
+        torch.testing.assert_close(policy.scaled_dense[1][parameter], 0.25 * displacement)
+        assert torch.equal(parameter.detach(), before[name] - 0.25 * displacement)
+        assert torch.equal(opt.last_update.tensors[name], parameter.detach())
+        for moment in ("exp_avg", "exp_avg_sq", "step"):
+            expected = reference.state[reference._non_targets.parameters[name]][moment]
+            assert torch.equal(opt.state[parameter][moment], expected)
+
+
+def test_a_rejected_step_leaves_the_inner_adamw_alone(make_lm, token_ids):
+    model = make_lm()
+    opt = build(model, ScriptedPolicy(verdicts=("accept", "reject")), non_target="adamw", non_target_lr=1e-3)
+    opt.config.trust.verdicts = ["reject"]
+    backward(model, token_ids)
+    probe(opt, token_ids)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    opt.step()
+    assert opt.last_skip == "trust_rejected"
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+    assert not any("exp_avg" in opt.state[parameter] for parameter in opt._non_targets.parameters.values())
+
+
+def test_the_merged_policy_is_measured_when_asked(make_lm, token_ids):
+    """What merging does equals what was verified before it, up to the rounding of W - dW in fp32."""
+    model = make_lm()
+    trust = logra.TrustRegion(kl_budget=1e-3, measure_merged=True)
+    opt = build(model, trust, non_target="adamw", non_target_lr=1e-4)
+    backward(model, token_ids)
+    generated = torch.ones_like(token_ids)
+    generated[:, 0] = 0
+    opt.set_probe(input_ids=token_ids, attention_mask=torch.ones_like(token_ids), loss_mask=generated)
+    opt.step()
+    diagnostics = opt.diagnostics()
+    assert diagnostics["merged_kl"] == pytest.approx(diagnostics["realised_kl"], rel=0.01)
+    assert diagnostics["realised_kl"] == pytest.approx(1e-3, rel=0.3)

@@ -229,7 +229,7 @@ def test_non_finite_proposals_are_named(tiny, measure, value):
     model = tiny.model("mlp")
     deltas = tiny.propose(model, ratio=1e-3)
     deltas[model.up].out_factor[0, 0] = value
-    with pytest.raises(NonFiniteProbeError, match="factors that are not finite"):
+    with pytest.raises(NonFiniteProbeError, match="changes that are not finite"):
         measure(model, make_probe(tiny), deltas)
 
 
@@ -303,3 +303,31 @@ def test_verify_shrinks_until_the_budget_is_met(tiny, family):
     assert attempt >= 1
     assert verdict.action == "accept"
     assert 0 < verdict.realised_kl <= 1.5 * 0.05
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mlp"])
+def test_the_check_reuses_what_the_prediction_ran_until_the_weights_change(tiny, family):
+    """One forward less, the same number; a weight that moves in between makes it void. Catches a stale base."""
+    model, probe = tiny.model(family), make_probe(tiny)
+    deltas = tiny.propose(model, ratio=1e-2)
+    alone = realised_kl(model, make_probe(tiny), deltas)
+    predicted_kl(model, probe, deltas)
+    forwards = []
+    handle = model.register_forward_hook(lambda *args: forwards.append(1))
+    assert realised_kl(model, probe, deltas) == pytest.approx(alone, rel=1e-6)
+    num_reused = len(forwards)
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.5)
+    forwards.clear()
+    moved = realised_kl(model, probe, deltas)
+    handle.remove()
+    assert num_reused < len(forwards) or family == "mlp"  # its output is logits, too large to keep
+    assert moved == pytest.approx(realised_kl(model, make_probe(tiny), deltas), rel=1e-12)
+    assert moved != pytest.approx(alone, rel=1e-3)
+
+
+def test_a_low_precision_prediction_leaves_nothing_to_the_check(tiny):
+    """bfloat16 logits are too coarse for a difference of two forwards."""
+    model, probe = tiny.model("llama").bfloat16(), make_probe(tiny)
+    predicted_kl(model, probe, tiny.propose(model, ratio=1e-2))
+    assert probe.base.of(model) is None

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from logra.contracts import TrustPolicy
 from logra.errors import ConfigError
@@ -63,7 +63,14 @@ class ProposedStep:
         }
 
     def within(
-        self, trust: TrustPolicy, model: nn.Module, probe: Any, *, modules: Mapping[str, nn.Module], mismatch: float
+        self,
+        trust: TrustPolicy,
+        model: nn.Module,
+        probe: Any,
+        *,
+        modules: Mapping[str, nn.Module],
+        mismatch: float,
+        dense: Mapping[nn.Parameter, Tensor],
     ) -> tuple[dict[str, LowRankUpdate] | None, dict[str, float]]:
         """Predict, scale, round and verify.
 
@@ -73,22 +80,31 @@ class ProposedStep:
             probe: what the policy measures on.
             modules: fully qualified name -> target module.
             mismatch: nats per token that are taken off the budget.
+            dense: parameters that are no targets -> what the unscaled step subtracts from them.
 
         Returns:
             The updates, None if the policy rejects them; and predicted_kl, kl_budget, alpha, realised_kl, num_shrinks.
         """
         decay = self.decay(1.0)
-        deltas = {modules[fqn]: proposal.delta(self.scale, decay) for fqn, proposal in self.proposals.items()}
+        moving = self.proposals if self.scale > 0 else {}
+        deltas = {modules[fqn]: proposal.delta(self.scale, decay) for fqn, proposal in moving.items()}
         with phase("probe"):
-            decision = trust.predict(model, probe, deltas, step=self.version, mismatch=mismatch)
+            decision = trust.predict(model, probe, deltas, step=self.version, mismatch=mismatch, dense=dense)
         del deltas  # the rounded ones take their place
         measured = {"predicted_kl": decision.predicted_kl, "kl_budget": decision.budget}
         alpha = decision.alpha
         for attempt in range(_MAX_ATTEMPTS):
             updates = self.rounded(alpha, attempt)
-            deltas = {modules[fqn]: update.delta() for fqn, update in updates.items()}
+            deltas = {modules[fqn]: updates[fqn].delta() for fqn in moving}
             with phase("probe"):
-                verdict = trust.verify(model, probe, deltas, budget=decision.budget, attempt=attempt)
+                verdict = trust.verify(
+                    model,
+                    probe,
+                    deltas,
+                    budget=decision.budget,
+                    attempt=attempt,
+                    dense={parameter: alpha * displacement for parameter, displacement in dense.items()},
+                )
             measured |= {"alpha": alpha, "realised_kl": verdict.realised_kl, "num_shrinks": float(attempt)}
             if verdict.action == "accept":
                 return updates, measured

@@ -1,6 +1,7 @@
 """Trainable parameters that are not targets: frozen, or trained by an inner torch.optim.AdamW on dense gradients."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -58,4 +59,53 @@ class NonTargets:
             return {}
         self.adamw.param_groups[0]["lr"] = lr
         self.adamw.step()
+        return self._changed()
+
+    def propose(self, lr: float, shrink: float | Tensor | None) -> "DenseProposal":
+        """The AdamW step, computed on copies: what it would subtract, and the moments it would leave.
+
+        Args:
+            lr: learning rate.
+            shrink: what clipping multiplies the gradients by; None leaves them.
+        """
+        gradients = self.gradients()
+        if self.adamw is None or not gradients:
+            return DenseProposal({}, {})
+        copies: dict[nn.Parameter, nn.Parameter] = {}
+        for name, grad in gradients.items():
+            copies[self.parameters[name]] = copy = nn.Parameter(self.parameters[name].detach().clone())
+            copy.grad = grad if shrink is None else grad * shrink
+        trial = torch.optim.AdamW(copies.values(), lr=lr, weight_decay=self.adamw.param_groups[0]["weight_decay"])
+        for parameter, copy in copies.items():
+            trial.state[copy] = {name: value.clone() for name, value in self.adamw.state[parameter].items()}
+        trial.step()
+        return DenseProposal(
+            {parameter: parameter.detach() - copy.detach() for parameter, copy in copies.items()},
+            {parameter: trial.state[copy] for parameter, copy in copies.items()},
+        )
+
+    @torch.no_grad()
+    def commit(self, proposal: "DenseProposal", alpha: float) -> dict[str, Tensor]:
+        """Take `alpha` times a proposed step; returns copies of the parameters that changed."""
+        for parameter, displacement in proposal.displacements.items():
+            parameter.sub_(displacement, alpha=alpha)
+        if self.adamw is not None:
+            for parameter, state in proposal.state.items():
+                self.adamw.state[parameter] = state
+        return self._changed()
+
+    def _changed(self) -> dict[str, Tensor]:
         return {name: self.parameters[name].detach().clone() for name in self.gradients()}
+
+
+@dataclass(frozen=True)
+class DenseProposal:
+    """A step of the inner AdamW that was not taken yet.
+
+    Attributes:
+        displacements: parameter -> what a whole step subtracts from it, fp32, of its shape.
+        state: parameter -> AdamW's state after the step.
+    """
+
+    displacements: dict[nn.Parameter, Tensor]
+    state: dict[nn.Parameter, dict[str, Tensor]]

@@ -27,7 +27,7 @@ from logra.optim import gradients, input_scaling, state
 from logra.optim.config import Config
 from logra.optim.distance import ProposedStep
 from logra.optim.layer import LayerGradient, Proposal, propose
-from logra.optim.non_targets import NonTargets
+from logra.optim.non_targets import DenseProposal, NonTargets
 from logra.phases import phase
 from logra.sketch.capture import Capture, SketchSpec
 from logra.sketch.targets import Target, find_targets
@@ -127,7 +127,7 @@ class SketchOptimizer(torch.optim.Optimizer):
 
     def diagnostics(self) -> dict[str, float]:
         """Numbers of the last step: grad_norm, update_ratio, skipped (total), and with a trust region predicted_kl,
-        realised_kl (nats per generated token), alpha and kl_budget.
+        realised_kl (nats per generated token), alpha and kl_budget; merged_kl if it is measured.
         """
         return dict(self._diagnostics)
 
@@ -252,8 +252,10 @@ class SketchOptimizer(torch.optim.Optimizer):
             proposals=proposals,
             scale=self._step_scale(proposals, weight_norm),
         )
+        # Without a trust region nothing needs to know the inner AdamW's step before it is taken.
+        dense_step = self._non_targets.propose(self._dense_lr, shrink) if self.config.trust is not None else None
         try:
-            updates = self._scale_and_round(step, moving)
+            updates = self._scale_and_round(step, moving, dense_step)
         except NonFiniteProbeError as error:
             logger.warning("step skipped: %s", error)
             return None, "non_finite_probe"
@@ -262,10 +264,15 @@ class SketchOptimizer(torch.optim.Optimizer):
         change = torch.stack([update.delta().norm_squared() for update in updates.values()]).sum().sqrt()
         self._diagnostics["update_ratio"] = (change / weight_norm).item()
         # Dense gradients are clipped no earlier than here: a step that ended in an error would be clipped twice.
-        if shrink is not None:
+        if shrink is not None and dense_step is None:
             for grad in dense.values():
                 grad.mul_(shrink)
-        return self._commit(moving, proposals, updates), None
+        trust, priced = self.config.trust, "alpha" in self._diagnostics
+        snapshot = trust.snapshot(self.model, self._probe) if trust is not None and priced else None
+        update = self._commit(moving, proposals, updates, dense_step)
+        if trust is not None and snapshot is not None:
+            self._diagnostics["merged_kl"] = trust.merged_kl(self.model, self._probe, snapshot)
+        return update, None
 
     def _recover(self) -> dict[str, LayerGradient]:
         """Reduce the gradients and recover the targets' ones from their sketches, once a window."""
@@ -292,10 +299,13 @@ class SketchOptimizer(torch.optim.Optimizer):
             )
         return norm
 
-    def _scale_and_round(self, step: ProposedStep, moving: list[Target]) -> dict[str, LowRankUpdate] | None:
+    def _scale_and_round(
+        self, step: ProposedStep, moving: list[Target], dense_step: DenseProposal | None
+    ) -> dict[str, LowRankUpdate] | None:
         """Steps 4 and 5. None if the trust region rejects the step."""
         trust = self.config.trust
-        if trust is None or step.scale == 0:
+        dense = {} if dense_step is None else dense_step.displacements
+        if trust is None or (step.scale == 0 and not dense):
             # A learning rate of 0 (the first step of a warm-up) moves no weight: there is nothing to price.
             return step.rounded(1.0, attempt=0)
         if self._probe is None and distributed.num_processes() == 1:
@@ -306,12 +316,17 @@ class SketchOptimizer(torch.optim.Optimizer):
             self._probe,
             modules={target.fqn: target.module for target in moving},
             mismatch=self._mismatch,
+            dense=dense,
         )
         self._diagnostics |= measured
         return updates
 
     def _commit(
-        self, moving: list[Target], proposals: Mapping[str, Proposal], updates: dict[str, LowRankUpdate]
+        self,
+        moving: list[Target],
+        proposals: Mapping[str, Proposal],
+        updates: dict[str, LowRankUpdate],
+        dense_step: DenseProposal | None,
     ) -> PolicyUpdate:
         for target in moving:
             lo: Tensor | None = self.state.get(target.parameter, {}).get("lo")
@@ -320,7 +335,7 @@ class SketchOptimizer(torch.optim.Optimizer):
             storage.apply_update_(updates[target.fqn], target.weight, lo)
         for target in moving:
             self.state[target.parameter].update(proposals[target.fqn].state)
-        tensors = self._step_non_targets()
+        tensors = self._step_non_targets(dense_step)
         if self.config.input_scaling:
             refresh = (self.version + 1) % self.config.refresh_every == 0
             input_scaling.update_scales(self._capture, moving, self.state, refresh=refresh)
@@ -382,10 +397,18 @@ class SketchOptimizer(torch.optim.Optimizer):
         self._capture.begin_window(self._projection_index)
         self._gradients = self._clip = None
 
-    def _step_non_targets(self) -> dict[str, Tensor]:
+    @property
+    def _dense_lr(self) -> float:
+        """Learning rate of the inner AdamW; 0 if there is none."""
+        return self.param_groups[1]["lr"] if self._non_targets.adamw is not None else 0.0
+
+    def _step_non_targets(self, proposed: DenseProposal | None) -> dict[str, Tensor]:
         if self._non_targets.adamw is None:
             return {}
-        changed = self._non_targets.step(self.param_groups[1]["lr"])
+        if proposed is None:
+            changed = self._non_targets.step(self._dense_lr)
+        else:
+            changed = self._non_targets.commit(proposed, self._diagnostics.get("alpha", 1.0))
         self.state.update(self._non_targets.adamw.state)
         return changed
 

@@ -18,6 +18,8 @@ from logra.phases import phase
 DIAGNOSTIC_NAMES = {
     "predicted_kl": "trust/predicted_kl",
     "realised_kl": "trust/realised_kl",
+    "merged_kl": "trust/merged_kl",
+    "num_shrinks": "trust/num_shrinks",
     "alpha": "trust/alpha",
     "kl_budget": "trust/budget",
     "grad_norm": "optim/grad_norm",

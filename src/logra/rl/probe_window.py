@@ -6,14 +6,15 @@ where the policy produced it.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from logra.contracts import Delta, TrustDecision, TrustPolicy, TrustVerdict
+from logra.contracts import TrustDecision, TrustPolicy, TrustVerdict
 from logra.trust import update_mismatch
 
 
@@ -103,22 +104,30 @@ class TimedTrust:
         """See `logra.contracts.TrustPolicy`."""
         return self.policy.make_probe(**tensors)
 
-    def predict(
-        self, model: nn.Module, probe: Any, deltas: Mapping[nn.Module, Delta], *, step: int, mismatch: float = 0.0
-    ) -> TrustDecision:
+    def predict(self, *args: Any, **kwargs: Any) -> TrustDecision:
         """See `logra.contracts.TrustPolicy`."""
-        start = time.perf_counter()
-        try:
-            return self.policy.predict(model, probe, deltas, step=step, mismatch=mismatch)
-        finally:
-            self.seconds += time.perf_counter() - start
+        with self._timed():
+            return self.policy.predict(*args, **kwargs)
 
-    def verify(
-        self, model: nn.Module, probe: Any, deltas: Mapping[nn.Module, Delta], *, budget: float, attempt: int
-    ) -> TrustVerdict:
+    def verify(self, *args: Any, **kwargs: Any) -> TrustVerdict:
         """See `logra.contracts.TrustPolicy`."""
+        with self._timed():
+            return self.policy.verify(*args, **kwargs)
+
+    def snapshot(self, model: nn.Module, probe: Any) -> Any:
+        """See `logra.contracts.TrustPolicy`."""
+        with self._timed():
+            return self.policy.snapshot(model, probe)
+
+    def merged_kl(self, model: nn.Module, probe: Any, snapshot: Any) -> float:
+        """See `logra.contracts.TrustPolicy`."""
+        with self._timed():
+            return self.policy.merged_kl(model, probe, snapshot)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            return self.policy.verify(model, probe, deltas, budget=budget, attempt=attempt)
+            yield
         finally:
             self.seconds += time.perf_counter() - start

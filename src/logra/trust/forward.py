@@ -5,8 +5,9 @@ the state of the random number generators are afterwards what they were. Inside,
 activation checkpointing of transformers, which only acts in training mode), and no graph is recorded.
 
 Logits are produced for `CHUNK_TOKENS` positions at a time. For a transformers model with a separate head the backbone
-runs once and the head once per chunk, so that [tokens, vocabulary] never exists. Any other module must return a logit
-tensor [batch, tokens, vocabulary], or an object with `.logits`, and that tensor exists in full.
+runs once and the head once per chunk, so that [tokens, vocabulary] never exists, and responses to one prompt share its
+keys and values where the model keeps plain ones. Any other module must return a logit tensor [batch, tokens,
+vocabulary], or an object with `.logits`, and that tensor exists in full.
 """
 
 import inspect
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from logra.errors import ProbeError
 from logra.trust.attention import differentiable_attention, is_transformers_model
 from logra.trust.probe import ProbeBatch
+from logra.trust.shared_prefix import cache_argument, split_prefixes
 
 CHUNK_TOKENS = 256
 
@@ -55,27 +57,38 @@ class LogitReader:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
+        self.model: Any = model
         backbone = model.base_model if is_transformers_model(model) else model
         self._backbone: Any = backbone if backbone is not model else None
+        self._cache_argument = None if self._backbone is None else cache_argument(model)
+        self._output_type: Any = None
 
-    def run(self, batch: ProbeBatch) -> Any:
-        """The backbone's output for the whole batch (or the logits, where model and backbone are one)."""
+    @property
+    def output_is_small(self) -> bool:
+        """Whether `run` returns hidden states, which may be kept, and not logits."""
+        return self._backbone is not None
+
+    def run(self, batch: ProbeBatch) -> Tensor:
+        """The backbone's output at the generated tokens, [t, hidden].
+
+        Where model and backbone are one: the logits of the whole batch, [n, w, vocabulary].
+        """
         if self._backbone is None:
-            return _logits_of(self.model, self._call(batch), batch.input_ids.shape)
-        original = self._backbone.forward
-        outputs = []
+            return _logits_of(self.model, self._call(batch.input_ids, batch.attention_mask), batch.input_ids.shape)
+        split = split_prefixes(batch) if self._cache_argument else None
+        if split is None:
+            return self._hidden(batch.input_ids, batch.attention_mask)[batch.rows, batch.columns]
+        from transformers import DynamicCache
 
-        def keep(*args: Any, **kwargs: Any) -> Any:
-            outputs.append(original(*args, **kwargs))
-            return _positions(self.model, outputs[0], batch.rows[:1], batch.columns[:1])
+        cache = DynamicCache(config=self.model.config)
+        with_cache = {self._cache_argument: cache, "use_cache": True}
+        positions = torch.arange(split.prefix_ids.shape[1], device=split.prefix_ids.device)[None]
+        self._hidden(split.prefix_ids, split.prefix_mask, position_ids=positions, **with_cache)
+        cache.batch_select_indices(split.kind)
+        hidden = self._hidden(split.rest_ids, split.rest_mask, position_ids=split.rest_positions, **with_cache)
+        return hidden[batch.rows, split.columns]
 
-        # The head runs on one position only; calling through the model keeps its wrappers (autocast, sharding) in place.
-        with _forward_replaced(self._backbone, keep):
-            self._call(batch)
-        return outputs[0]
-
-    def read(self, batch: ProbeBatch, output: Any, chunk: slice) -> Tensor:
+    def read(self, batch: ProbeBatch, output: Tensor, chunk: slice) -> Tensor:
         """Logits [n, vocabulary] that predict the generated tokens `chunk` of the batch.
 
         Args:
@@ -83,14 +96,38 @@ class LogitReader:
             output: what `run` returned.
             chunk: slice of the generated tokens.
         """
-        rows, columns = batch.rows[chunk], batch.columns[chunk]
         if self._backbone is None:
-            return output[rows, columns]
-        chosen = _positions(self.model, output, rows, columns)
-        with _forward_replaced(self._backbone, lambda *args, **kwargs: chosen):
-            return _logits_of(self.model, self._call(batch), (1, rows.numel()))[0]
+            return output[batch.rows[chunk], batch.columns[chunk]]
+        chosen = output[chunk][None]
+        # The ids only give the call its shape: what the head sees is `chosen`.
+        ids = torch.zeros(chosen.shape[:2], dtype=torch.int64, device=chosen.device)
+        head_input = self._output_type(last_hidden_state=chosen)
+        with _forward_replaced(self._backbone, lambda *args, **kwargs: head_input):
+            return _logits_of(self.model, self._call(ids, torch.ones_like(ids)), chosen.shape[:2])[0]
 
-    def _call(self, batch: ProbeBatch) -> Any:
+    def _hidden(self, input_ids: Tensor, attention_mask: Tensor, **inputs: Any) -> Tensor:
+        """The backbone's last hidden state, [rows, columns, hidden]."""
+        original = self._backbone.forward
+        found: list[Tensor] = []
+
+        def keep(*args: Any, **kwargs: Any) -> Any:
+            output = original(*args, **kwargs)
+            hidden = getattr(output, "last_hidden_state", None)
+            if hidden is None:
+                raise ProbeError(
+                    f"the backbone of {type(self.model).__name__} returned {type(output).__name__} without "
+                    "`last_hidden_state`; set config.return_dict=True."
+                )
+            found.append(hidden)
+            self._output_type = type(output)
+            return type(output)(last_hidden_state=hidden[:1, :1])
+
+        # The head runs on one position only; calling through the model keeps its wrappers (autocast, sharding) in place.
+        with _forward_replaced(self._backbone, keep):
+            self._call(input_ids, attention_mask, **inputs)
+        return found[0]
+
+    def _call(self, input_ids: Tensor, attention_mask: Tensor, **inputs: Any) -> Any:
         """Call the model with those of the probe's inputs that its forward takes."""
         parameters = inspect.signature(self.model.forward).parameters
         named = {name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD}
@@ -98,14 +135,14 @@ class LogitReader:
             parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
             for parameter in parameters.values()
         )
-        kwargs: dict[str, Any] = {}
+        kwargs = dict(inputs)
         if "attention_mask" in named or takes_any:
-            kwargs["attention_mask"] = batch.attention_mask
+            kwargs["attention_mask"] = attention_mask
         if "use_cache" in named:
-            kwargs["use_cache"] = False
+            kwargs.setdefault("use_cache", False)
         if "input_ids" in named or takes_any:
-            return self.model(input_ids=batch.input_ids, **kwargs)
-        return self.model(batch.input_ids, **kwargs)
+            return self.model(input_ids=input_ids, **kwargs)
+        return self.model(input_ids, **kwargs)
 
 
 def token_chunks(batch: ProbeBatch) -> Iterator[slice]:
@@ -126,17 +163,6 @@ def _forward_replaced(module: Any, forward: Any) -> Iterator[None]:
             module.forward = before
         else:
             del module.forward
-
-
-def _positions(model: nn.Module, output: Any, rows: Tensor, columns: Tensor) -> Any:
-    """A backbone output of the same type that holds only the chosen positions, as one row [1, n, hidden]."""
-    hidden = getattr(output, "last_hidden_state", None)
-    if hidden is None:
-        raise ProbeError(
-            f"the backbone of {type(model).__name__} returned {type(output).__name__} without `last_hidden_state`; "
-            "set config.return_dict=True."
-        )
-    return type(output)(last_hidden_state=hidden[rows, columns][None])
 
 
 def _logits_of(model: nn.Module, output: Any, shape: tuple[int, ...]) -> Tensor:

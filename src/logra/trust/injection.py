@@ -79,7 +79,7 @@ class Injection:
     def check_reached(self) -> None:
         """Raise ProbeError if no target ran inside the context; warn if some did not (their part is priced at zero)."""
         missing = len(self.deltas) - len(self._reached)
-        if missing == len(self.deltas):
+        if missing and missing == len(self.deltas):
             raise ProbeError(
                 "no target module ran in the probe's forward: is it the model whose modules are the targets?"
             )

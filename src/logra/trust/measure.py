@@ -12,7 +12,7 @@ KL = 0), deltas that are all zero. NonFiniteProbeError: logits or a KL that is N
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,10 +21,12 @@ from torch.autograd import forward_ad
 
 from logra.contracts import Delta
 from logra.errors import NonFiniteProbeError, ProbeError
+from logra.trust.dense import DenseInjection
 from logra.trust.divergence import exact_kl, half_variance
 from logra.trust.forward import LogitReader, probe_mode, token_chunks
 from logra.trust.injection import Injection
-from logra.trust.precision import Float32Forward
+from logra.trust.linear_tangent import LinearTangent
+from logra.trust.precision import LOW_PRECISION, Float32Forward
 from logra.trust.probe import Probe
 
 # Step of the difference quotient: the error of first order is below 1 % for proposals of up to about 1 nat, and the
@@ -60,13 +62,19 @@ class _Tally:
         return bool(torch.stack(self.moved).any())
 
 
-def predicted_kl(model: nn.Module, probe: Probe, deltas: Mapping[nn.Module, Delta]) -> float:
+def predicted_kl(
+    model: nn.Module,
+    probe: Probe,
+    deltas: Mapping[nn.Module, Delta],
+    dense: Mapping[nn.Parameter, Tensor] | None = None,
+) -> float:
     """Second-order KL of the update from one forward with a tangent, in the precision that the model computes in.
 
     Args:
         model: causal language model.
         probe: from `build_probe`.
         deltas: target module -> proposed change of its weight.
+        dense: other parameters that move in the same step -> what is subtracted from each, of its shape.
 
     Returns:
         Nats per generated token.
@@ -74,47 +82,71 @@ def predicted_kl(model: nn.Module, probe: Probe, deltas: Mapping[nn.Module, Delt
     Raises:
         ProbeError, NonFiniteProbeError: see the module docstring.
     """
-    _check_finite(deltas)
+    dense = dense or {}
+    _check_finite(deltas, dense)
     _load_forward_derivatives()
     tally = _Tally()
     reader = LogitReader(model)
-    injection = Injection(deltas, "tangent")
-    with probe_mode(model, _device(probe)), _forward_ad_errors(model), injection:
+    injection, swap = Injection(deltas, "tangent"), DenseInjection(model, dense, "tangent")
+    base: list[Tensor] = []
+    with probe_mode(model, _device(probe)), _forward_ad_errors(model), LinearTangent():
         for batch in probe.batches:
-            with forward_ad.dual_level():
+            with forward_ad.dual_level(), injection, swap:
                 output = reader.run(batch)
+                base.append(forward_ad.unpack_dual(output).primal)
                 for chunk in token_chunks(batch):
                     logits, tangent = forward_ad.unpack_dual(reader.read(batch, output, chunk))
                     if tangent is None:
                         injection.check_reached()
-                        raise _lost_or_zero(model, deltas)
+                        raise _lost_or_zero(model, deltas, dense)
                     tally.add(half_variance(logits, tangent, probe.temperature), logits, (tangent != 0).any())
     injection.check_reached()
     mean = tally.mean()
     if not tally.any_moved():
-        raise _lost_or_zero(model, deltas)
+        raise _lost_or_zero(model, deltas, dense)
+    if reader.output_is_small and _computes_in_fp32(model, base[0]):
+        probe.base.keep(model, base)
     return mean
 
 
-def difference_kl(model: nn.Module, probe: Probe, deltas: Mapping[nn.Module, Delta]) -> float:
+def difference_kl(
+    model: nn.Module,
+    probe: Probe,
+    deltas: Mapping[nn.Module, Delta],
+    dense: Mapping[nn.Parameter, Tensor] | None = None,
+) -> float:
     """Second-order KL of the update from two fp32 forwards, at 0 and at `DIFFERENCE_STEP` times the step.
 
     Args, Returns, Raises: as `predicted_kl`.
     """
     step = DIFFERENCE_STEP
+    dense = dense or {}
 
     def statistic(logits: Tensor, new_logits: Tensor) -> Tensor:
         return half_variance(logits, new_logits - logits, probe.temperature) / step**2
 
-    tally = _compare(model, probe, {module: delta.scaled(step) for module, delta in deltas.items()}, statistic)
+    tally = _compare(
+        model,
+        probe,
+        {module: delta.scaled(step) for module, delta in deltas.items()},
+        {parameter: displacement * step for parameter, displacement in dense.items()},
+        statistic,
+    )
     mean = tally.mean()
     if not tally.any_moved():
-        raise _lost_or_zero(model, deltas)
+        raise _lost_or_zero(model, deltas, dense)
     return mean
 
 
-def realised_kl(model: nn.Module, probe: Probe, deltas: Mapping[nn.Module, Delta]) -> float:
+def realised_kl(
+    model: nn.Module,
+    probe: Probe,
+    deltas: Mapping[nn.Module, Delta],
+    dense: Mapping[nn.Parameter, Tensor] | None = None,
+) -> float:
     """Exact KL(p || p') between the model and the model with the update injected, from two fp32 forwards.
+
+    The forward of the unchanged model is taken from an earlier measurement on this probe where there is one.
 
     Args, Returns: as `predicted_kl`. Deltas that are all zero have KL 0.
 
@@ -123,45 +155,82 @@ def realised_kl(model: nn.Module, probe: Probe, deltas: Mapping[nn.Module, Delta
         NonFiniteProbeError: logits or KL not finite.
     """
     return _compare(
-        model, probe, deltas, lambda logits, new_logits: exact_kl(logits, new_logits, probe.temperature)
+        model, probe, deltas, dense or {}, lambda logits, new_logits: exact_kl(logits, new_logits, probe.temperature)
     ).mean()
+
+
+def probe_logits(model: nn.Module, probe: Probe) -> list[Tensor]:
+    """Logits of the model at the probe's generated tokens, fp32 [n, V] on the CPU, one tensor a chunk."""
+    device = _device(probe)
+    reader = LogitReader(model)
+    logits = []
+    with probe_mode(model, device), Float32Forward(device.type):
+        for batch in probe.batches:
+            output = reader.run(batch)
+            logits += [reader.read(batch, output, chunk).cpu() for chunk in token_chunks(batch)]
+    return logits
+
+
+def kl_since(model: nn.Module, probe: Probe, before: Sequence[Tensor]) -> float:
+    """Exact KL(p || p') between the policy whose `probe_logits` are `before` and the model as it is now.
+
+    Raises:
+        NonFiniteProbeError: logits or KL not finite.
+    """
+    tally = _Tally()
+    for logits, new_logits in zip(before, probe_logits(model, probe), strict=True):
+        tally.add(exact_kl(logits, new_logits, probe.temperature), logits, (new_logits != logits).any())
+    return tally.mean()
 
 
 def _compare(
     model: nn.Module,
     probe: Probe,
     deltas: Mapping[nn.Module, Delta],
+    dense: Mapping[nn.Parameter, Tensor],
     statistic: Callable[[Tensor, Tensor], Tensor],
 ) -> _Tally:
     """`statistic(logits, logits with the update)` for every chunk of generated tokens."""
-    _check_finite(deltas)
+    _check_finite(deltas, dense)
     device = _device(probe)
     tally = _Tally()
     reader = LogitReader(model)
-    injection = Injection(deltas, "value")
+    injection, swap = Injection(deltas, "value"), DenseInjection(model, dense, "value")
+    kept = probe.base.of(model)
+    base: list[Tensor] = []
     with probe_mode(model, device), Float32Forward(device.type):
-        for batch in probe.batches:
-            output = reader.run(batch)
-            with injection:
+        for index, batch in enumerate(probe.batches):
+            with injection, swap:
                 new_output = reader.run(batch)
+            output = reader.run(batch) if kept is None else kept[index]
+            base.append(output)
             for chunk in token_chunks(batch):
                 logits = reader.read(batch, output, chunk)
-                with injection:
+                with injection, swap:
                     new_logits = reader.read(batch, new_output, chunk)
                 tally.add(statistic(logits, new_logits), logits, (new_logits != logits).any())
     injection.check_reached()
+    if reader.output_is_small:
+        probe.base.keep(model, base)
     return tally
+
+
+def _computes_in_fp32(model: nn.Module, output: Tensor) -> bool:
+    """Whether the model's own forward is as precise as the fp32 one that a difference needs."""
+    wide = all(parameter.dtype not in LOW_PRECISION for parameter in model.parameters())
+    return wide and output.dtype not in LOW_PRECISION and not torch.is_autocast_enabled(output.device.type)
 
 
 def _device(probe: Probe) -> torch.device:
     return probe.batches[0].input_ids.device
 
 
-def _check_finite(deltas: Mapping[nn.Module, Delta]) -> None:
-    """Raise NonFiniteProbeError for a NaN or infinite factor: behind a saturating layer its KL could look harmless."""
-    finite = [factor.isfinite().all() for delta in deltas.values() for factor in (delta.out_factor, delta.in_factor)]
-    if not torch.stack(finite).all():
-        raise NonFiniteProbeError("the proposed update has factors that are not finite.")
+def _check_finite(deltas: Mapping[nn.Module, Delta], dense: Mapping[nn.Parameter, Tensor]) -> None:
+    """Raise NonFiniteProbeError for NaN or infinite changes: behind a saturating layer their KL could look harmless."""
+    factors = [factor for delta in deltas.values() for factor in (delta.out_factor, delta.in_factor)]
+    finite = [change.isfinite().all() for change in (*factors, *dense.values())]
+    if finite and not torch.stack(finite).all():
+        raise NonFiniteProbeError("the proposed update has changes that are not finite.")
 
 
 def _load_forward_derivatives() -> None:
@@ -186,12 +255,14 @@ def _forward_ad_errors(model: nn.Module) -> Iterator[None]:
         ) from error
 
 
-def _lost_or_zero(model: nn.Module, deltas: Mapping[nn.Module, Delta]) -> ProbeError:
+def _lost_or_zero(
+    model: nn.Module, deltas: Mapping[nn.Module, Delta], dense: Mapping[nn.Parameter, Tensor]
+) -> ProbeError:
     """Why nothing moved: the proposal is zero, or its effect got lost between the targets and the logits."""
     zero = all(
         delta.decay == 1.0 and not (delta.out_factor.any() and delta.in_factor.any()) for delta in deltas.values()
     )
-    if zero:
+    if zero and not any(displacement.any() for displacement in dense.values()):
         return ProbeError("every proposed weight change is zero: there is no direction to price. Skip this step.")
     return ProbeError(
         f"the proposed update does not reach the logits of {type(model).__name__}: something between the targets and "

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
+LOW_PRECISION = (torch.bfloat16, torch.float16)
 _GET_DTYPE = torch.Tensor.dtype.__get__  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -39,7 +39,7 @@ class Float32Forward(TorchFunctionMode):
         if func == _GET_DTYPE:
             # Model code casts to `weight.dtype`: that must not bring bfloat16 back.
             dtype = func(*args)
-            return torch.float32 if dtype in _LOW_PRECISION else dtype
+            return torch.float32 if dtype in LOW_PRECISION else dtype
         if name == "__get__" or name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
             # Attributes cost no cast, and an in-place operation must reach the tensor itself, not a copy.
             return func(*args, **kwargs)
@@ -51,4 +51,4 @@ class Float32Forward(TorchFunctionMode):
 
 
 def _up(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in _LOW_PRECISION else value
+    return value.float() if isinstance(value, Tensor) and value.dtype in LOW_PRECISION else value

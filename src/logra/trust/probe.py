@@ -10,10 +10,11 @@ predecessor, a temperature that is not a positive number.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from logra.errors import ProbeError
 
@@ -38,6 +39,29 @@ class ProbeBatch:
     columns: Tensor
 
 
+class KeptOutputs:
+    """What the unchanged model returned on the probe, so that the check need not run again what the prediction has run.
+
+    It holds for one model and one state of its weights: any in-place change of a parameter makes it void.
+    """
+
+    def __init__(self) -> None:
+        self._key: tuple[int, int] | None = None
+        self._outputs: list[Tensor] = []
+
+    def keep(self, model: nn.Module, outputs: Sequence[Tensor]) -> None:
+        """Remember one output per batch."""
+        self._key, self._outputs = _state_of(model), list(outputs)
+
+    def of(self, model: nn.Module) -> list[Tensor] | None:
+        """The outputs, one per batch; None if there are none, or the weights have changed since."""
+        return self._outputs if self._key == _state_of(model) else None
+
+
+def _state_of(model: nn.Module) -> tuple[int, int]:
+    return id(model), sum(parameter._version for parameter in model.parameters())
+
+
 @dataclass(frozen=True)
 class Probe:
     """Responses to measure on, made by `TrustRegion.make_probe`.
@@ -48,6 +72,7 @@ class Probe:
         num_responses: responses in all batches.
         num_tokens: generated tokens in all batches.
         selected: int64 [num_responses], rows of the training batch that were drawn, in the order of the batches.
+        base: outputs of the unchanged model in fp32, kept from one measurement to the next.
     """
 
     batches: tuple[ProbeBatch, ...]
@@ -55,6 +80,7 @@ class Probe:
     num_responses: int
     num_tokens: int
     selected: Tensor
+    base: KeptOutputs = field(default_factory=KeptOutputs, compare=False, repr=False)
 
 
 def check_probe_tensors(input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, temperature: float) -> None:

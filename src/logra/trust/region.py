@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from logra import distributed
 from logra.contracts import Delta, TrustDecision, TrustVerdict
 from logra.errors import ConfigError, NonFiniteProbeError, ProbeError
-from logra.trust.measure import difference_kl, predicted_kl, realised_kl
+from logra.trust.measure import difference_kl, kl_since, predicted_kl, probe_logits, realised_kl
 from logra.trust.probe import Probe, build_probe
 
 logger = logging.getLogger(__name__)
@@ -66,6 +66,9 @@ class TrustRegion:
     """The probe draws responses until it covers at least this many generated tokens, >= 1."""
     max_response_tokens: int = 4096
     """Generated tokens of one response that the probe looks at, >= 1."""
+    measure_merged: bool = False
+    """For debugging: measure the KL once more after the merge. Costs another forward, and the probe's logits are held on
+    the CPU in fp32 meanwhile."""
     seed: int = 0
     """Draws the probe where `make_probe` is called without a generator."""
 
@@ -90,8 +93,9 @@ class TrustRegion:
                 raise ConfigError(f"{name}={value!r}: an integer >= {least} is allowed.")
         if self.max_shrinks > 20:
             raise ConfigError(f"max_shrinks={self.max_shrinks!r}: an integer from 0 to 20 is allowed.")
-        if not isinstance(self.mismatch_correction, bool):
-            raise ConfigError(f"mismatch_correction={self.mismatch_correction!r}: True or False is allowed.")
+        for name in ("mismatch_correction", "measure_merged"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: True or False is allowed.")
         for name, allowed in (("on_violation", ("warn", "shrink", "reject")), ("method", ("tangent", "difference"))):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: one of {', '.join(allowed)} is allowed.")
@@ -155,7 +159,14 @@ class TrustRegion:
         )
 
     def predict(
-        self, model: nn.Module, probe: Any, deltas: Mapping[nn.Module, Delta], *, step: int, mismatch: float = 0.0
+        self,
+        model: nn.Module,
+        probe: Any,
+        deltas: Mapping[nn.Module, Delta],
+        *,
+        step: int,
+        mismatch: float = 0.0,
+        dense: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> TrustDecision:
         """Predict the KL of the whole proposal and answer with the scale that the budget allows.
 
@@ -165,6 +176,7 @@ class TrustRegion:
             deltas: target module -> proposed change.
             step: number of updates taken before this one.
             mismatch: current rollout/trainer mismatch, nats per token.
+            dense: other parameters that move in the same step -> what is subtracted from each, of its shape.
 
         Returns:
             alpha, the predicted KL of the unscaled proposal and the budget of this step (mismatch subtracted).
@@ -173,16 +185,23 @@ class TrustRegion:
             ProbeError: no deltas, all deltas zero, a lost tangent, a model without a forward derivative.
             NonFiniteProbeError: logits, KL or mismatch not finite.
         """
-        if not deltas:
+        if not deltas and not dense:
             raise ProbeError("deltas is empty: there is no update to price.")
         budget = self.budget_at(step, distributed.mean(mismatch))
         measure = predicted_kl if self.method == "tangent" else difference_kl
-        predicted = _mean_over_processes(probe, lambda own: measure(model, own, deltas))
+        predicted = _mean_over_processes(probe, lambda own: measure(model, own, deltas, dense))
         alpha = self.alpha_max if predicted == 0 else min(self.alpha_max, math.sqrt(budget / predicted))
         return TrustDecision(alpha=alpha, predicted_kl=predicted, budget=budget)
 
     def verify(
-        self, model: nn.Module, probe: Any, deltas: Mapping[nn.Module, Delta], *, budget: float, attempt: int
+        self,
+        model: nn.Module,
+        probe: Any,
+        deltas: Mapping[nn.Module, Delta],
+        *,
+        budget: float,
+        attempt: int,
+        dense: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> TrustVerdict:
         """Measure the KL of the scaled, rounded update before it is merged, and accept, shrink or reject it.
 
@@ -195,12 +214,13 @@ class TrustRegion:
             deltas: target module -> the change about to be merged.
             budget: of this step, from the decision of `predict`.
             attempt: number of shrinks so far.
+            dense: other parameters that move in the same step -> what is subtracted from each, of its shape.
 
         Raises:
             ProbeError: no target module ran.
             NonFiniteProbeError: logits or KL not finite.
         """
-        realised = _mean_over_processes(probe, lambda own: realised_kl(model, own, deltas))
+        realised = _mean_over_processes(probe, lambda own: realised_kl(model, own, deltas, dense))
         if realised <= self.violation_ratio * budget:
             return TrustVerdict(realised_kl=realised, action="accept")
         if self.on_violation == "warn":
@@ -212,6 +232,25 @@ class TrustRegion:
         if self.on_violation == "reject" or attempt >= self.max_shrinks:
             return TrustVerdict(realised_kl=realised, action="reject")
         return TrustVerdict(realised_kl=realised, action="shrink", factor=SHRINK_MARGIN * math.sqrt(budget / realised))
+
+    def snapshot(self, model: nn.Module, probe: Any) -> list[Tensor] | None:
+        """Logits of the policy before the merge, fp32 on the CPU, where `measure_merged` asks for them.
+
+        Args:
+            model: the policy, weights as they are before the update.
+            probe: from `make_probe`; None on a process without generated tokens.
+        """
+        if not self.measure_merged:
+            return None
+        return [] if probe is None else probe_logits(model, probe)
+
+    def merged_kl(self, model: nn.Module, probe: Any, snapshot: list[Tensor]) -> float:
+        """KL between the policy of `snapshot` and the merged one: what `verify` foretold, with the merge's rounding.
+
+        Raises:
+            NonFiniteProbeError: logits or KL not finite.
+        """
+        return _mean_over_processes(probe, lambda own: kl_since(model, own, snapshot))
 
 
 def update_mismatch(

@@ -40,6 +40,9 @@ class ScriptedPolicy:
     def snapshot(self, model, probe):
         return None
 
+    def merged_kl(self, model, probe, snapshot):
+        raise AssertionError("there is no snapshot")
+
 
 def build(model, policy, **settings):
     return logra.SketchOptimizer(

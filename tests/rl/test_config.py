@@ -72,7 +72,7 @@ def test_values_that_are_not_allowed(build, message):
         ({"method": "adamw", "logra": logra.Config(lr=1e-4, rank=8)}, "logra (rank=8) was set.*method=adamw"),
         ({"method": "adamw", "lora": LoraConfig(rank=8)}, "lora (rank=8) was set.*method=adamw"),
         ({"method": "lora", "adamw": AdamWConfig(lr=1.0)}, "adamw (lr=1.0) was set.*method=lora"),
-        ({"use_trust": False, "trust": logra.TrustRegion()}, "trust (.*) was set.*use_trust=false"),
+        ({"use_trust": False, "trust": logra.TrustRegion()}, "trust (.*) was set.*use_trust=False"),
     ],
 )
 def test_settings_of_a_method_that_does_not_run(settings, message):

@@ -70,7 +70,7 @@ class Config:
                 f"weight_decay={self.weight_decay!r}: must be at least 0, and below 1 / (lr alpha_max) = {1 / longest:g}"
             )
         if self.trust is not None and not all(
-            hasattr(self.trust, name) for name in ("make_probe", "predict", "verify")
+            hasattr(self.trust, name) for name in ("make_probe", "predict", "verify", "snapshot", "merged_kl")
         ):
             raise ConfigError(f"trust={self.trust!r}: must be a logra.TrustRegion or None")
         patterns = (self.target_modules,) if isinstance(self.target_modules, str) else self.target_modules

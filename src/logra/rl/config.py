@@ -218,8 +218,8 @@ class TrainConfig:
     """JSONL or Parquet file with the prompts, for a task from a Python file."""
     num_heldout: int = 128
     """Problems held out to measure accuracy before and after; at most 2/3 of a small generated task, 1/5 of a dataset."""
-    use_trust: bool = True
-    """Scale each step to the KL budget of the trust group (methods logra and paper)."""
+    use_trust: bool | None = None
+    """Scale each step to the KL budget of the trust group. null: methods logra and paper do, adamw and lora do not."""
     profile: bool = False
     """Record memory by category and phase (memory.json, and a table at the end). Takes more time per step."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -265,19 +265,24 @@ class TrainConfig:
     def _refuse_unused_groups(self) -> None:
         """A setting of a method that does not run is a mistake, not a wish."""
         sketched = self.method in ("logra", "paper")
-        used = {"logra": sketched, "trust": sketched and self.use_trust, "adamw": self.method == "adamw",
+        used = {"logra": sketched, "trust": self.prices_steps, "adamw": self.method == "adamw",
                 "lora": self.method == "lora"}  # fmt: skip
         expected = preset(self.method)
         for group, is_used in used.items():
             changed = changed_fields(getattr(self, group), expected[group])
             if changed and not is_used:
-                reason = "use_trust=false" if group == "trust" and sketched else f"method={self.method}"
+                reason = f"use_trust={self.use_trust}" if group == "trust" else f"method={self.method}"
                 raise ConfigError(f"{group} ({', '.join(changed)}) was set, but has no effect with {reason}")
+
+    @property
+    def prices_steps(self) -> bool:
+        """Whether a trust region scales the steps."""
+        return self.method in ("logra", "paper") if self.use_trust is None else self.use_trust
 
     @property
     def optimizer_config(self) -> Config:
         """The settings of `SketchOptimizer`, trust region included."""
-        return dataclasses.replace(self.logra, trust=self.trust if self.use_trust else None)
+        return dataclasses.replace(self.logra, trust=self.trust if self.prices_steps else None)
 
 
 def changed_fields(config: Any, reference: Any) -> list[str]:

@@ -36,12 +36,12 @@ def heldout_score(
     for start in range(0, len(task.heldout), BATCH_SIZE):
         rows = task.heldout[start : start + BATCH_SIZE]
         ids, completions = generate_greedy(model, tokenizer, rows, max_new_tokens=max_new_tokens)
-        rewards += [value for value in _score(task, rows, ids, completions) if value is not None]
+        rewards += [value for value in score_completions(task, rows, ids, completions) if value is not None]
     model.train(was_training)
     return math.fsum(rewards) / len(rewards) if rewards else None
 
 
-def _score(task: Task, rows: list[Row], ids: list[list[int]], completions: list[Any]) -> list[float | None]:
+def score_completions(task: Task, rows: list[Row], ids: list[list[int]], completions: list[Any]) -> list[float | None]:
     """Rewards of completions, called as TRL calls a reward function."""
     columns = {name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"}
     reward = checked(task.reward, getattr(task.reward, "__name__", "reward"))
@@ -70,7 +70,7 @@ def generate_greedy(
         Token ids up to and without the end-of-sequence token, and TRL's form of the completions: text for a text
         prompt, one assistant message for a conversation.
     """
-    encoded = [_encode(tokenizer, row["prompt"]) for row in rows]
+    encoded = [encode_prompt(tokenizer, row["prompt"]) for row in rows]
     width = max(len(ids) for ids in encoded)
     pad: Any = tokenizer.pad_token_id
     ends = _end_tokens(model, tokenizer)
@@ -100,7 +100,8 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> l
     return sorted(end for end in ends if end is not None)
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, prompt: Any) -> list[int]:
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Any) -> list[int]:
+    """Token ids of a text prompt, or of a conversation through the chat template."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
     encoded: Any = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)

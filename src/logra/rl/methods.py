@@ -4,6 +4,7 @@ All methods get the same TRL settings: prompts in the same order, one rollout of
 over the same micro-batches. They differ in the trainer's optimizer, its learning rate, and in LoRA's adapters.
 """
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from logra.errors import ConfigError, DataError
 from logra.rl.config import TrainConfig
 from logra.rl.default_model import MODEL_ID, default_model_path
 from logra.rl.grpo import CHECKPOINTING, CheckedGRPOTrainer
+from logra.rl.priced import PricedGRPOTrainer
 from logra.rl.tasks import Task
 from logra.rl.trainer import GRPOTrainer
 from logra.sync import DirectoryLog, Publisher
@@ -136,6 +138,9 @@ def build_trainer(
         trainer: CheckedGRPOTrainer = GRPOTrainer(logra=config.optimizer_config, **common)
         trainer.create_optimizer()
         return trainer
+    baseline: Callable[..., CheckedGRPOTrainer] = CheckedGRPOTrainer
+    if config.prices_steps:
+        baseline = functools.partial(PricedGRPOTrainer, trust=config.trust)
     if config.method == "lora":
         from peft import LoraConfig
 
@@ -145,8 +150,8 @@ def build_trainer(
             target_modules="all-linear",
             task_type="CAUSAL_LM",
         )
-        return CheckedGRPOTrainer(peft_config=adapter, **common)
-    return CheckedGRPOTrainer(**common)
+        return baseline(peft_config=adapter, **common)
+    return baseline(**common)
 
 
 def trl_arguments(config: TrainConfig) -> GRPOConfig:

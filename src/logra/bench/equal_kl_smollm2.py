@@ -1,0 +1,68 @@
+"""Directions compared at equal KL per step on the default model and task: gain, collateral, reward.
+
+A cell is one direction with one seed, a few minutes on one core.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from logra.bench.harness import Cell, Results, markdown_table
+from logra.bench.lab.report import HEADER, arm_columns
+from logra.errors import ConfigError
+
+ARMS = ("spectral-32-m", "dense-adamw", "row-adam-64", "row-adam-scaled-64", "spectral-32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to run."""
+
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Seeds of the problems and samples."""
+    arms: tuple[str, ...] = ARMS
+    """Directions."""
+    num_steps: int = 8
+    """Updates of each direction."""
+    kl_budget: float = 0.02
+    """KL that every step realises, nats per generated token."""
+
+    def __post_init__(self) -> None:
+        for arm in self.arms:
+            if arm not in ARMS:
+                raise ConfigError(f"arms={arm!r}: any of {', '.join(ARMS)}")
+
+
+def cells(options: Options) -> list[Cell]:
+    """Every direction with one seed before the next seed."""
+    return [{"arm": arm, "seed": seed} for seed in options.seeds for arm in options.arms]
+
+
+def run_cell(cell: Cell, options: Options) -> dict[str, Any]:
+    """One direction from the released weights."""
+    from logra.bench.lab import arms
+    from logra.bench.lab.equal_kl import equal_kl
+    from logra.bench.lab.loop import Setting, run_arm
+    from logra.bench.lab.smollm2 import DefaultTask
+
+    default = DefaultTask(cell["seed"], options.num_steps)
+    setting = Setting(
+        num_steps=options.num_steps,
+        temperature=1.0,
+        micro_batch=16,
+        roll_out=default.roll_out,
+        unrelated=default.unrelated_text(),
+    )
+    arm = arms.ARMS[cell["arm"]]
+    return run_arm(default.model, arm, setting, trust=equal_kl(options.kl_budget), seed=cell["seed"])
+
+
+def table(results: Results) -> str:
+    """One row a direction."""
+    from logra.bench.lab import arms
+
+    rows = []
+    for name in ARMS:
+        runs = results.select(arm=name)
+        if runs:
+            rows.append([arms.ARMS[name].title, str(len(runs)), *arm_columns(runs)])
+    return markdown_table(["direction", "seeds", *HEADER], rows)

@@ -16,6 +16,7 @@ LEVELS = {
     "phases": 0,
     "sketch": 1, "memory": 1,
     "optim": 2, "trust": 2, "sync": 2,
+    "diagnostics": 2.5,  # looks at steps through `trust`, and is used by `rl`
     "rl": 3,
     "bench": 4, "integrations": 4,
     "cli": 5,

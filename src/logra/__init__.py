@@ -4,7 +4,7 @@
 the RL libraries.
 """
 
-from logra import memory, sync
+from logra import diagnostics, memory, sync
 from logra.errors import LograError
 from logra.optim import Config, SketchOptimizer
 from logra.sketch import detach
@@ -22,6 +22,7 @@ __all__ = [
     "TrustRegion",
     "__version__",
     "detach",
+    "diagnostics",
     "memory",
     "sync",
 ]

@@ -1,10 +1,11 @@
 """The types that pass between packages of one level: a proposed weight change and the policy that prices it.
 
 `optim` proposes `Delta`s, a `TrustPolicy` (implemented by `logra.trust.TrustRegion`) predicts how far they move the
-policy and answers with a scale. Neither package imports the other.
+policy and answers with a scale. Neither package imports the other. A `StepObserver` (`logra.diagnostics`) looks at a step
+that is about to be merged, and changes nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -128,4 +129,45 @@ class TrustPolicy(Protocol):
 
     def merged_kl(self, model: nn.Module, probe: Any, snapshot: Any) -> float:
         """KL between the policy of `snapshot` and the merged one."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepView:
+    """A step right before it is merged, as an observer sees it.
+
+    Attributes:
+        model: the model, weights as they are before the step.
+        step: number of calls of `step()` before this one.
+        gradients: by fully qualified name of the targets that ran: returns the gradient recovered from the sketch, as
+            factors, averaged over processes and not clipped.
+        update: returns target module -> the rounded change about to be merged.
+        dense: other parameters that move in the same step -> what is subtracted from each; empty without a trust region,
+            as their step is then not known before it is taken.
+    """
+
+    model: nn.Module
+    step: int
+    gradients: Mapping[str, Callable[[], Delta]]
+    update: Callable[[], Mapping[nn.Module, Delta]]
+    dense: Mapping[nn.Parameter, Tensor]
+
+
+class StepObserver(Protocol):
+    """Measures steps of an optimizer; must not change weights, gradients or the state of random number generators."""
+
+    def attached(self, targets: Mapping[str, nn.Module]) -> None:
+        """Called once, with the targets by fully qualified name. Raises ConfigError if they do not suit."""
+        ...
+
+    def detached(self) -> None:
+        """The optimizer was detached from its model: leave nothing behind there."""
+        ...
+
+    def begin_window(self, step: int) -> None:
+        """The gradient that accumulates from now on belongs to the step `step`; drop what the last window left."""
+        ...
+
+    def observe(self, view: StepView) -> dict[str, float]:
+        """Numbers for `diagnostics()`. Not called for a step that is skipped."""
         ...

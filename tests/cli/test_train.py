@@ -146,3 +146,34 @@ def test_flags_override_a_file_that_follows(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("logra: {rank: 16}\n")
     assert parse([*BASE, "--logra.rank", "8", "--config", str(path)]).logra.rank == 8
+
+
+def test_diagnostics():
+    config = parse([*BASE, "--diagnostics.direction-every", "5", "--diagnostics.direction_layers", "4",
+                    "--diagnostics.collateral_every=5"]).diagnostics  # fmt: skip
+    assert (config.direction_every, config.direction_layers, config.collateral_every) == (5, 4, 5)
+    named = parse(
+        [*BASE, "--diagnostics.direction_every=1", "--diagnostics.direction_layers", '["a.q_proj", "b.k_proj"]']
+    )
+    assert named.diagnostics.direction_layers == ("a.q_proj", "b.k_proj")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["direction-every", "-1"], r"diagnostics.direction_every=-1: an integer of at least 0"),
+        (["num-responses", "0"], r"diagnostics.num_responses=0: an integer of at least 1"),
+        (["direction-every", "1", "direction-layers", "0"], r"diagnostics.direction_layers=0: a number of layers"),
+        (["direction-layers", "2"], r"direction_layers=2: has no effect with diagnostics.direction_every=0"),
+        (["collateral-file", "x"], r"collateral_file='x': has no effect with diagnostics.collateral_every=0"),
+    ],
+)
+def test_diagnostics_that_cannot_work_are_refused(flags, message):
+    arguments = [f"--diagnostics.{flag}" if index % 2 == 0 else flag for index, flag in enumerate(flags)]
+    with pytest.raises(ConfigError, match=message):
+        parse([*BASE, *arguments])
+
+
+def test_diagnostics_belong_to_sketches():
+    with pytest.raises(ConfigError, match="diagnostics: method=adamw makes no sketches"):
+        parse([*BASE, "--method", "adamw", "--diagnostics.direction-every", "1"])

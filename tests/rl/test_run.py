@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import logra
+from logra.diagnostics import DiagnosticsConfig
 from logra.errors import ConfigError, DataError, TargetError
 from logra.rl.config import LossConfig, RolloutConfig, RunConfig, TrainConfig, preset
 from logra.rl.run import train
@@ -256,7 +257,7 @@ def test_problems_are_found_before_the_model_loads(run, tmp_path, monkeypatch):
     with pytest.raises(DataError, match="each column of one type"):
         run()
     # What cannot be used leaves no folder behind.
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_nothing_is_fetched_for_a_local_model(run, monkeypatch):
@@ -401,3 +402,31 @@ def tick():
         for _ in range({count}):
             os.kill(os.getpid(), signal.SIGINT)
 """
+
+
+def test_diagnostics_of_a_run(run, tmp_path):
+    """The command line's group reaches the probes, and their numbers the file."""
+    (tmp_path / "texts.txt").write_text("some text\n---\nmore text\n")
+    settings = DiagnosticsConfig(
+        direction_every=2, direction_layers=3, collateral_every=3, collateral_file=str(tmp_path / "texts.txt")
+    )
+    outcome, _ = run(diagnostics=settings)
+    steps = records(outcome.folder / "metrics.jsonl")
+    assert ["direction/gradient_cosine" in step for step in steps] == [True, False, True]
+    assert ["direction/collateral" in step for step in steps] == [True, False, False]
+    assert sum(name.startswith("direction/rank_99/") for name in steps[0]) == 3
+
+
+def test_unrelated_texts_that_cannot_be_used_are_refused_before_the_model_loads(run, tmp_path):
+    (tmp_path / "empty.txt").write_text("\n---\n")
+    for name, message in (("empty.txt", "holds no text"), ("missing.txt", "cannot be read")):
+        settings = DiagnosticsConfig(collateral_every=1, collateral_file=str(tmp_path / name))
+        with pytest.raises(DataError, match=f"{name}' {message}"):
+            run(model=str(tmp_path), diagnostics=settings)  # there is no model in that folder
+
+
+def test_probed_layers_that_are_no_targets_are_refused_before_training(run, tmp_path):
+    settings = DiagnosticsConfig(direction_every=1, direction_layers=("model.layers.0.mlp.gate",))
+    with pytest.raises(ConfigError, match=r"'model.layers.0.mlp.gate', which is not a target"):
+        run(diagnostics=settings)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

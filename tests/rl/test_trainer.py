@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 import logra
+from logra.diagnostics import CollateralProbe, DirectionProbe
 from logra.errors import ConfigError
 from logra.rl import GRPOTrainer
 
@@ -19,7 +20,7 @@ TRUST = logra.TrustRegion(kl_budget=1e-3, alpha_max=1e6, min_tokens=16)
 
 @pytest.fixture
 def make_trainer(model, tokenizer, dataset, make_args, num_letters):
-    def make(reward=None, *, config=None, policy=None, **overrides):
+    def make(reward=None, *, config=None, policy=None, diagnostics=(), **overrides):
         return GRPOTrainer(
             model=policy or model,
             reward_funcs=reward or num_letters,
@@ -27,6 +28,7 @@ def make_trainer(model, tokenizer, dataset, make_args, num_letters):
             train_dataset=dataset,
             processing_class=tokenizer,
             logra=config or logra.Config(rank=4, trust=TRUST),
+            diagnostics=diagnostics,
         )
 
     return make
@@ -368,3 +370,34 @@ def test_settings_that_are_no_config_are_refused_before_the_model_loads(make_arg
     settings: Any = {"lr": 1}
     with pytest.raises(ConfigError, match=r"logra=\{'lr': 1\}: a logra.Config is needed"):
         GRPOTrainer(model="./never-loaded", reward_funcs=num_letters, args=make_args(), logra=settings)
+
+
+def test_diagnostics_join_the_metrics_and_change_nothing(make_trainer, make_model, tokenizer):
+    """Measured in the first and third step, on the step's own responses; weights end with the same bits as without."""
+    models = [make_model(), make_model()]
+    plain = make_trainer(policy=models[0], max_steps=3)
+    plain.train()
+    probes = [
+        DirectionProbe(layers=("model.layers.1.mlp.up_proj", "model.layers.0.self_attn.q_proj"), every=2),
+        CollateralProbe(["a text", "and another"], tokenizer, every=2),
+    ]
+    trainer = make_trainer(policy=models[1], max_steps=3, diagnostics=probes)
+    trainer.train()
+    assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
+    logs = logs_of(trainer)
+    names = {name for name in logs[0] if name.startswith("direction/")}
+    assert {"direction/gradient_cosine", "direction/rank/model.layers.1.mlp.up_proj", "direction/step_gain",
+            "direction/update_fisher_cosine", "direction/collateral"} <= names  # fmt: skip
+    assert {name for name in logs[2] if name.startswith("direction/")} == names
+    assert not any(name.startswith("direction/") for name in logs[1])
+    assert all(("time/diagnostics_s" in entry) == (index != 1) for index, entry in enumerate(logs))
+    for entry in (logs[0], logs[2]):
+        # The trust region priced the same rounded step on responses of its own; these are the same order of magnitude.
+        assert 0.1 < entry["direction/task_kl"] / entry["trust/realised_kl"] < 10
+        assert entry["direction/dense_gain"] > 0
+
+
+def test_diagnostics_without_a_trust_region(make_trainer):
+    trainer = make_trainer(config=logra.Config(rank=4, lr=1e-4), max_steps=1, diagnostics=[DirectionProbe(2, every=1)])
+    trainer.train()
+    assert "direction/step_gain" in logs_of(trainer)[0]

@@ -49,6 +49,24 @@ class LayerGradient:
             exponents=self.exponents,
         )
 
+    def delta(self, shape: tuple[int, int]) -> Delta:
+        """The recovered gradient itself, without input scales: Ĝ = Q R diag(1/s), or S A diag(1/s) / r.
+
+        Args:
+            shape: (out, in).
+        """
+        inverse = None if self.exponents is None else -self.exponents
+        if self.sketch is None:
+            assert self.q is not None and self.r is not None
+            return Delta(self.q, self.r if inverse is None else torch.ldexp(self.r, inverse))
+        assert self.signs is not None
+        rank = self.sketch.shape[1]
+        if self.signs.side == "in":
+            return Delta(self.sketch / rank, scaled_signs(self.signs, rank, shape[1], inverse, self.sketch.device))
+        signs = self.signs.matrix(rank, shape[0], device=self.sketch.device)
+        rows = self.sketch.T if inverse is None else torch.ldexp(self.sketch.T, inverse)
+        return Delta(signs / rank, rows)
+
 
 @dataclass(frozen=True)
 class Proposal:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from logra import distributed, storage
+from logra.contracts import StepObserver
 from logra.errors import ConfigError, LograError, NonFiniteProbeError, ProbeError
 from logra.hashing import derive_key
 from logra.optim import gradients, input_scaling, state
@@ -28,6 +29,7 @@ from logra.optim.config import Config
 from logra.optim.distance import ProposedStep
 from logra.optim.layer import LayerGradient, Proposal, propose
 from logra.optim.non_targets import DenseProposal, NonTargets
+from logra.optim.observers import observe
 from logra.phases import phase
 from logra.sketch.capture import Capture, SketchSpec
 from logra.sketch.targets import Target, find_targets
@@ -108,6 +110,7 @@ class SketchOptimizer(torch.optim.Optimizer):
         self._clip: float | None = None
         self._gradients: dict[str, LayerGradient] | None = None
         self._diagnostics: dict[str, float] = {}
+        self._observers: list[StepObserver] = []
         self.last_update: PolicyUpdate | None = None
         """The update that the last step() applied; None if it was skipped."""
         self.last_skip: str | None = None
@@ -137,6 +140,17 @@ class SketchOptimizer(torch.optim.Optimizer):
         dense = sum(parameter.numel() for parameter in self._non_targets.parameters.values())
         total = sum(parameter.numel() for parameter in self.model.parameters())
         return {"sketched": sketched, "dense": dense, "frozen": total - sketched - dense}
+
+    def add_observer(self, observer: StepObserver) -> None:
+        """Let `observer` (see `logra.diagnostics`) look at every step before it is merged; what it measures joins
+        `diagnostics()`.
+
+        Raises:
+            ConfigError: the observer does not suit these targets.
+        """
+        observer.attached({target.fqn: target.module for target in self.targets})
+        self._observers.append(observer)
+        observer.begin_window(self._num_steps)
 
     # ---- the loop: set_probe, clip_grad_norm_, step, zero_grad ----
 
@@ -216,6 +230,8 @@ class SketchOptimizer(torch.optim.Optimizer):
     def detach(self) -> None:
         """Give the model's modules their own forward back and unfreeze what was frozen. The optimizer is then of no use."""
         self._capture.detach()
+        for observer in self._observers:
+            observer.detached()
 
     # ---- the step ----
 
@@ -263,6 +279,18 @@ class SketchOptimizer(torch.optim.Optimizer):
             return None, "trust_rejected"
         change = torch.stack([update.delta().norm_squared() for update in updates.values()]).sum().sqrt()
         self._diagnostics["update_ratio"] = (change / weight_norm).item()
+        if self._observers:
+            alpha = self._diagnostics.get("alpha", 1.0)
+            displacements = {} if dense_step is None else dense_step.displacements
+            self._diagnostics |= observe(
+                self._observers,
+                self.model,
+                step=self._num_steps,
+                moving=moving,
+                gradients=self._recover(),
+                updates=updates,
+                dense={parameter: alpha * displacement for parameter, displacement in displacements.items()},
+            )
         # Dense gradients are clipped no earlier than here: a step that ended in an error would be clipped twice.
         if shrink is not None and dense_step is None:
             for grad in dense.values():
@@ -355,6 +383,11 @@ class SketchOptimizer(torch.optim.Optimizer):
     # ---- capture and its checks ----
 
     @property
+    def _num_steps(self) -> int:
+        """Number of calls of step() so far."""
+        return self.version + self.num_skipped
+
+    @property
     def _projection_index(self) -> int:
         return self.version // self.config.refresh_every
 
@@ -396,6 +429,8 @@ class SketchOptimizer(torch.optim.Optimizer):
     def _clear_window(self) -> None:
         self._capture.begin_window(self._projection_index)
         self._gradients = self._clip = None
+        for observer in self._observers:
+            observer.begin_window(self._num_steps)
 
     @property
     def _dense_lr(self) -> float:

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin
 
+from logra.diagnostics import DiagnosticsConfig
 from logra.errors import ConfigError
 from logra.optim import Config
 from logra.trust import TrustRegion
@@ -225,6 +226,7 @@ class TrainConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    diagnostics: DiagnosticsConfig = field(default_factory=DiagnosticsConfig)
     logra: Config = field(default_factory=lambda: _NOT_GIVEN["logra"])
     trust: TrustRegion = field(default_factory=lambda: _NOT_GIVEN["trust"])
     adamw: AdamWConfig = field(default_factory=lambda: _NOT_GIVEN["adamw"])
@@ -273,6 +275,10 @@ class TrainConfig:
             if changed and not is_used:
                 reason = f"use_trust={self.use_trust}" if group == "trust" else f"method={self.method}"
                 raise ConfigError(f"{group} ({', '.join(changed)}) was set, but has no effect with {reason}")
+        if self.diagnostics.is_on and not sketched:
+            raise ConfigError(
+                f"diagnostics: method={self.method} makes no sketches that could be compared; allowed with logra and paper"
+            )
 
     @property
     def prices_steps(self) -> bool:

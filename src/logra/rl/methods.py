@@ -5,7 +5,7 @@ over the same micro-batches. They differ in the trainer's optimizer, its learnin
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 from trl.trainer.grpo_config import GRPOConfig
 
+from logra.diagnostics import CollateralProbe, DirectionProbe, unrelated_texts
+from logra.diagnostics.observer import Diagnostic
 from logra.errors import ConfigError, DataError
 from logra.rl.config import TrainConfig
 from logra.rl.default_model import MODEL_ID, default_model_path
@@ -108,6 +110,36 @@ def training_set(task: Task) -> Dataset:
         ) from error
 
 
+def texts_to_spare(config: TrainConfig) -> list[str]:
+    """The texts that collateral KL is measured on; none where it is not. They need no model.
+
+    Raises:
+        DataError: the file cannot be read, or holds no text.
+    """
+    diagnostics = config.diagnostics
+    return unrelated_texts(diagnostics.collateral_file) if diagnostics.collateral_every else []
+
+
+def build_diagnostics(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
+) -> list[Diagnostic]:
+    """The probes that the configuration asks for.
+
+    Args:
+        config: the run.
+        tokenizer: of the model.
+        texts: from `texts_to_spare`.
+    """
+    settings = config.diagnostics
+    common: dict[str, Any] = {"num_responses": settings.num_responses, "seed": config.run.seed}
+    probes: list[Diagnostic] = []
+    if settings.direction_every:
+        probes.append(DirectionProbe(settings.direction_layers, settings.direction_every, **common))
+    if settings.collateral_every:
+        probes.append(CollateralProbe(texts, tokenizer, settings.collateral_every, **common))
+    return probes
+
+
 def build_trainer(
     config: TrainConfig,
     model: PreTrainedModel,
@@ -116,6 +148,7 @@ def build_trainer(
     reward: Callable[..., Any],
     dataset: Dataset,
     arguments: GRPOConfig,
+    diagnostics: Sequence[Diagnostic] = (),
 ) -> CheckedGRPOTrainer:
     """The trainer of the method, ready to train.
 
@@ -126,6 +159,7 @@ def build_trainer(
         reward: TRL reward function of the task.
         dataset: from `training_set`.
         arguments: from `trl_arguments`.
+        diagnostics: from `build_diagnostics`.
     """
     common: dict[str, Any] = {
         "model": model,
@@ -135,7 +169,7 @@ def build_trainer(
         "train_dataset": dataset,
     }
     if config.method in ("logra", "paper"):
-        trainer: CheckedGRPOTrainer = GRPOTrainer(logra=config.optimizer_config, **common)
+        trainer: CheckedGRPOTrainer = GRPOTrainer(logra=config.optimizer_config, diagnostics=diagnostics, **common)
         trainer.create_optimizer()
         return trainer
     baseline: Callable[..., CheckedGRPOTrainer] = CheckedGRPOTrainer

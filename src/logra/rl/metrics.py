@@ -49,6 +49,8 @@ def optimizer_metrics(diagnostics: Mapping[str, Any]) -> dict[str, float]:
     metrics = {
         name: float(diagnostics[key]) for key, name in DIAGNOSTIC_NAMES.items() if diagnostics.get(key) is not None
     }
+    # What observers measured (`logra.diagnostics`) has the names of metrics already.
+    metrics |= {name: value for name, value in diagnostics.items() if "/" in name}
     if "trust/alpha" in metrics and "trust/predicted_kl" in metrics:
         # The prediction is that of the whole proposal; the KL is quadratic in the share of it that was taken.
         metrics["trust/planned_kl"] = metrics["trust/alpha"] ** 2 * metrics["trust/predicted_kl"]

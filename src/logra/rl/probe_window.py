@@ -36,6 +36,10 @@ class ProbeWindow:
         """Whether any completion of the window has an advantage other than 0."""
         return any(bool((batch["advantages"] != 0).any()) for batch in self._batches)
 
+    def advantages(self) -> Tensor:
+        """Advantages of all responses of the window, in the order of `tensors`, fp32 [responses]."""
+        return torch.cat([batch["advantages"] for batch in self._batches])
+
     def tensors(self) -> dict[str, Tensor]:
         """All responses of the window: input_ids, attention_mask and loss_mask, int64 [responses, P + C].
 

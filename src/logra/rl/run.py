@@ -91,17 +91,31 @@ class _Run:
 
     def __init__(self, config: TrainConfig, task: Task, folder: RunFolder, display: Display) -> None:
         from logra.rl.memory_report import MemoryReport
-        from logra.rl.methods import build_trainer, load_model, publish_updates, training_set, trl_arguments
+        from logra.rl.methods import (
+            build_diagnostics,
+            build_trainer,
+            load_model,
+            publish_updates,
+            texts_to_spare,
+            training_set,
+            trl_arguments,
+        )
 
         self._config = config
         self._task = task
         self._folder = folder
         self._display = display
-        arguments, dataset = trl_arguments(config), training_set(task)
+        arguments, dataset, texts = trl_arguments(config), training_set(task), texts_to_spare(config)
         display.say(f"Loading {config.model}")
         model, self._tokenizer = load_model(config, task)
         self._trainer = build_trainer(
-            config, model, self._tokenizer, reward=task.reward, dataset=dataset, arguments=arguments
+            config,
+            model,
+            self._tokenizer,
+            reward=task.reward,
+            dataset=dataset,
+            arguments=arguments,
+            diagnostics=build_diagnostics(config, self._tokenizer, texts),
         )
         folder.create()
         folder.write_config(config)

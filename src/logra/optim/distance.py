@@ -10,6 +10,7 @@ from logra.contracts import TrustPolicy
 from logra.errors import ConfigError
 from logra.hashing import derive_key
 from logra.optim.config import Config
+from logra.optim.exchange import rounded_once
 from logra.optim.layer import Proposal
 from logra.phases import phase
 from logra.update import LowRankUpdate
@@ -51,16 +52,14 @@ class ProposedStep:
         return decay
 
     def rounded(self, alpha: float, attempt: int) -> dict[str, LowRankUpdate]:
-        """`alpha` times the step in integers; every attempt draws other rounding noise."""
-        return {
-            fqn: proposal.rounded(
-                alpha * self.scale,
-                self.decay(alpha),
-                factor_bits=self.config.factor_bits,
-                key=derive_key("round", self.config.seed, self.version, fqn, attempt),
-            )
-            for fqn, proposal in self.proposals.items()
-        }
+        """`alpha` times the step in integers, the same on all processes; every attempt draws other rounding noise."""
+        decay, factor_bits = self.decay(alpha), self.config.factor_bits
+
+        def round_one(fqn: str) -> LowRankUpdate:
+            key = derive_key("round", self.config.seed, self.version, fqn, attempt)
+            return self.proposals[fqn].rounded(alpha * self.scale, decay, factor_bits=factor_bits, key=key)
+
+        return rounded_once(self.proposals, round_one, factor_bits=factor_bits, decay=decay)
 
     def within(
         self,

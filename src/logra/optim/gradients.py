@@ -1,6 +1,7 @@
 """From the capture's sketches to one recovered gradient a target: reduce, check, recover, norm."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from logra import distributed
 from logra.errors import CaptureError
 from logra.optim.layer import LayerGradient, gradient_one_sided, gradient_two_sided
+from logra.shards import is_sharded
 from logra.sketch.capture import Capture, Sketch
 from logra.sketch.targets import Target
 
@@ -37,19 +39,24 @@ def recover_all(capture: Capture, targets: Sequence[Target]) -> dict[str, LayerG
     moving = [target for target, did_run in zip(targets, ran, strict=True) if did_run]
     sketches = capture.take()
     for target in moving:
-        if not present[target.fqn]:
-            sketches[target.fqn] = capture.zeros(target.fqn)
-    distributed.average_([tensor for target in moving for tensor in sketches[target.fqn].tensors()])
+        sketches[target.fqn] = capture.whole(target.fqn, sketches[target.fqn])
+    addends = [(tensor, target) for target in moving for tensor in sketches[target.fqn].tensors()]
+    distributed.average_([tensor for tensor, _ in addends], [target.sharding.num_users for _, target in addends])
+    del addends
     # Each sketch is dropped as soon as its gradient is recovered.
     return {target.fqn: _recover(capture, target, sketches.pop(target.fqn)) for target in moving}
 
 
 def average_dense(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Average `.grad` over processes; one that is missing here and not everywhere counts as zero."""
-    if distributed.num_processes() == 1 or not parameters:
+    """Average `.grad` over processes; one that is missing here and not everywhere counts as zero.
+
+    Those of DTensors are left alone: FSDP2 has averaged them, and tensor parallelism alone has one replica.
+    """
+    plain = [parameter for parameter in parameters.values() if not is_sharded(parameter)]
+    if distributed.num_processes() == 1 or not plain:
         return
-    present = distributed.any_process([parameter.grad is not None for parameter in parameters.values()])
-    moving = [parameter for parameter, has_grad in zip(parameters.values(), present, strict=True) if has_grad]
+    present = distributed.any_process([parameter.grad is not None for parameter in plain])
+    moving = [parameter for parameter, has_grad in zip(plain, present, strict=True) if has_grad]
     for parameter in moving:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -72,13 +79,20 @@ def _recover(capture: Capture, target: Target, sketch: Sketch) -> LayerGradient:
 def total_norm(gradients: Mapping[str, LayerGradient], dense: Mapping[str, Tensor]) -> Tensor:
     """Frobenius norm over recovered and dense gradients, fp32 scalar; not finite if one of them is not."""
     norms = [gradient.norm for gradient in gradients.values()]
-    norms += [torch.linalg.vector_norm(grad, dtype=torch.float64).float() for grad in dense.values()]
+    norms += [_norm(grad) for grad in dense.values()]
     stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
-    return torch.linalg.vector_norm(stacked, dtype=torch.float64).float()
+    # Whether to skip and how much to clip is decided by this number: to the bit the same one everywhere.
+    return distributed.broadcast_(torch.linalg.vector_norm(stacked, dtype=torch.float64).float(), source=0)
 
 
 def non_finite(gradients: Mapping[str, LayerGradient], dense: Mapping[str, Tensor]) -> list[str]:
     """Names of the gradients that are not finite."""
     norms = {fqn: gradient.norm for fqn, gradient in gradients.items()}
-    norms |= {fqn: torch.linalg.vector_norm(grad, dtype=torch.float64).float() for fqn, grad in dense.items()}
+    norms |= {fqn: _norm(grad) for fqn, grad in dense.items()}
     return [fqn for fqn, norm in norms.items() if not torch.isfinite(norm)] or ["the norm over all layers"]
+
+
+def _norm(grad: Tensor) -> Tensor:
+    """Frobenius norm of a dense gradient, over all of its shards, fp32 scalar."""
+    norm: Any = torch.linalg.vector_norm(grad, dtype=torch.float64)
+    return (norm.full_tensor() if is_sharded(norm) else norm).float()

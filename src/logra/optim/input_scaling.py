@@ -47,10 +47,10 @@ def update_scales(
     """
     for target in targets:
         moments = capture.input_moments(target.fqn)
-        square_sum, num_tokens = moments or (torch.zeros(target.in_features, device=target.parameter.device), 0)
-        totals = torch.cat([square_sum, square_sum.new_tensor([float(num_tokens)])])
-        distributed.average_([totals])
-        if totals[-1] == 0:
+        square_sum, num_tokens = moments or (torch.zeros(target.in_features, device=target.parameter.device), 0.0)
+        totals = torch.cat([square_sum, square_sum.new_tensor([num_tokens])])
+        distributed.sum_(totals)
+        if totals[-1].item() == 0:
             continue  # no token reached it (an expert, say): its scales stay
         own = state[target.parameter]
         own["input_second_moment"] = moment_ema(own.get("input_second_moment"), totals[:-1] / totals[-1])

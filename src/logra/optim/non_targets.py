@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from logra.distributed import num_processes
 from logra.errors import ConfigError
 from logra.optim.config import Config
+from logra.shards import is_sharded, whole
 from logra.sketch.targets import Target, canonical_fqn
 
 
@@ -46,6 +49,18 @@ class NonTargets:
                     f"non_target='adamw' needs float32 parameters, but {name!r} is {parameter.dtype}, in which small steps "
                     f"would be lost. Use non_target='freeze', or load the model in float32."
                 )
+            if config.trust is not None and is_sharded(parameter):
+                raise ConfigError(
+                    f"non_target='adamw' with a trust region: the step of the shard {name!r} cannot be priced. Use "
+                    f"non_target='freeze', or trust=None."
+                )
+            mesh: Any = getattr(parameter, "device_mesh", None)
+            if mesh is not None and mesh.size() != num_processes():
+                raise ConfigError(
+                    f"non_target='adamw': the shards of {name!r} are spread over {mesh.size()} of {num_processes()} "
+                    f"processes, and nobody averages their gradients over the rest. Use non_target='freeze', or FSDP2 over "
+                    f"all processes."
+                )
         self.parameters = others
         self.adamw = torch.optim.AdamW(others.values(), lr=config.non_target_lr, weight_decay=config.weight_decay)
 
@@ -54,7 +69,7 @@ class NonTargets:
         return {name: parameter.grad for name, parameter in self.parameters.items() if parameter.grad is not None}
 
     def step(self, lr: float) -> dict[str, Tensor]:
-        """One AdamW step; returns copies of the parameters that changed."""
+        """One AdamW step; returns copies of the parameters that changed, whole on every process (shards: on the CPU)."""
         if self.adamw is None:
             return {}
         self.adamw.param_groups[0]["lr"] = lr
@@ -95,7 +110,7 @@ class NonTargets:
         return self._changed()
 
     def _changed(self) -> dict[str, Tensor]:
-        return {name: self.parameters[name].detach().clone() for name in self.gradients()}
+        return {name: whole(self.parameters[name].detach().clone()) for name in self.gradients()}
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from logra import distributed, storage
+from logra import distributed, shards, storage
 from logra.contracts import StepObserver
 from logra.errors import ConfigError, LograError, NonFiniteProbeError, ProbeError
 from logra.hashing import derive_key
-from logra.optim import gradients, input_scaling, state
+from logra.optim import exchange, gradients, input_scaling, state
 from logra.optim.config import Config
 from logra.optim.distance import ProposedStep
 from logra.optim.layer import LayerGradient, Proposal, propose
@@ -213,6 +213,7 @@ class SketchOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_usable()
+        shards.reshard(self.model)
         self._diagnostics = {}
         # An error leaves everything as it is, the gradient too: the step can be repeated once its cause is gone.
         self.last_update, self.last_skip = self._update()
@@ -238,16 +239,16 @@ class SketchOptimizer(torch.optim.Optimizer):
     def _update(self) -> tuple[PolicyUpdate | None, str | None]:
         recovered, dense = self._recover(), self._non_targets.gradients()
         norm = gradients.total_norm(recovered, dense)
-        self._diagnostics["grad_norm"] = norm.item()
-        if not torch.isfinite(norm):
+        norm_value = self._diagnostics["grad_norm"] = norm.item()
+        if not math.isfinite(norm_value):
             logger.warning(
                 "step skipped: gradient is not finite in %s", ", ".join(gradients.non_finite(recovered, dense))
             )
             return None, "non_finite_gradient"
-        if norm == 0:
+        if norm_value == 0:
             return None, "zero_gradient"
         clip = self._clip or self.config.max_grad_norm
-        shrink = clip / norm if clip is not None and norm > clip else None
+        shrink = clip / norm if clip is not None and norm_value > clip else None
         if shrink is not None:
             recovered = {fqn: gradient.scaled(shrink) for fqn, gradient in recovered.items()}
         moving = [target for target in self.targets if target.fqn in recovered]
@@ -294,7 +295,7 @@ class SketchOptimizer(torch.optim.Optimizer):
         # Dense gradients are clipped no earlier than here: a step that ended in an error would be clipped twice.
         if shrink is not None and dense_step is None:
             for grad in dense.values():
-                grad.mul_(shrink)
+                shards.local(grad).mul_(shrink)
         trust, priced = self.config.trust, "alpha" in self._diagnostics
         snapshot = trust.snapshot(self.model, self._probe) if trust is not None and priced else None
         update = self._commit(moving, proposals, updates, dense_step)
@@ -316,12 +317,13 @@ class SketchOptimizer(torch.optim.Optimizer):
         return (self.param_groups[0]["lr"] * weight_norm / update).item() if update > 0 else 0.0
 
     def _weight_norm(self) -> Tensor:
-        norms = torch.stack([torch.linalg.vector_norm(target.weight, dtype=torch.float32) for target in self.targets])
+        norms = exchange.weight_norms(self.targets)
         norm = torch.linalg.vector_norm(norms)
-        if not torch.isfinite(norm):
+        value = norm.item()
+        if not math.isfinite(value):
             names = [target.fqn for target, own in zip(self.targets, norms, strict=True) if not torch.isfinite(own)]
             raise LograError(f"the weights of {', '.join(names)} are not finite: load a good checkpoint")
-        if norm == 0:
+        if value == 0:
             raise LograError(
                 "the weights of all targets are zero: lr is relative to their norm, so they would stay zero"
             )
@@ -356,11 +358,9 @@ class SketchOptimizer(torch.optim.Optimizer):
         updates: dict[str, LowRankUpdate],
         dense_step: DenseProposal | None,
     ) -> PolicyUpdate:
+        shards.reshard(self.model)  # what the probe gathered is about to change
         for target in moving:
-            lo: Tensor | None = self.state.get(target.parameter, {}).get("lo")
-            if lo is not None and target.transposed:
-                lo = lo.T
-            storage.apply_update_(updates[target.fqn], target.weight, lo)
+            self._merge(target, updates[target.fqn])
         for target in moving:
             self.state[target.parameter].update(proposals[target.fqn].state)
         tensors = self._step_non_targets(dense_step)
@@ -379,6 +379,16 @@ class SketchOptimizer(torch.optim.Optimizer):
         )
         self.param_groups[0]["version"] = version + 1
         return update
+
+    def _merge(self, target: Target, update: LowRankUpdate) -> None:
+        """The rows and columns of an update into what this process holds of the weight."""
+        held = target.sharding.held
+        if 0 in held.shape:
+            return
+        lo: Tensor | None = self.state.get(target.parameter, {}).get("lo")
+        if lo is not None:
+            lo = shards.local(lo).T if target.transposed else shards.local(lo)
+        storage.apply_update_(update, target.weight, lo, rows=held.rows, columns=held.columns)
 
     # ---- capture and its checks ----
 

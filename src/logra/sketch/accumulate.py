@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from logra.hashing import Range
 from logra.sketch.targets import Target
 from logra.update import SignFactor
 
@@ -54,11 +55,19 @@ class Sketch:
 
 
 class SharedInput:
-    """What siblings with one parent and one input width share: A, and X Aᵀ of a tensor that several of them read."""
+    """What siblings with one parent and one input width share: A, and X Aᵀ of a tensor that several of them read.
 
-    def __init__(self, parent: str, in_features: int, spec: SketchSpec) -> None:
+    Args:
+        parent: names A.
+        in_features: width of the whole weights.
+        columns: the input features that are here; row-wise tensor parallelism has only some of them.
+        spec: shape and seed of A.
+    """
+
+    def __init__(self, parent: str, in_features: int, columns: Range, spec: SketchSpec) -> None:
         self.parent = parent
         self.in_features = in_features
+        self.columns = columns
         self.spec = spec
         self.projection_index = 0
         self._source: weakref.ref[Tensor] | None = None
@@ -86,16 +95,16 @@ class SharedInput:
         """X diag(s) Aᵀ [t, r] of what `read` returned, once for all modules with the same scales."""
         key = id(exponents)
         if key not in self._projected:
-            signs = self.signs().matrix(self.spec.rank, self.in_features, device=x.device)
+            signs = self.signs().matrix(self.spec.rank, self.in_features, columns=self.columns, device=x.device)
             if exponents is not None:
-                signs = torch.ldexp(signs, exponents)
-            self._projected[key] = x.detach().reshape(-1, self.in_features) @ signs.to(x.dtype).T
+                signs = torch.ldexp(signs, exponents[slice(*self.columns)])
+            self._projected[key] = x.detach().reshape(-1, x.shape[-1]) @ signs.to(x.dtype).T
         return self._projected[key]
 
     def squares(self, x: Tensor) -> Tensor:
-        """Sum over tokens of X², fp32 [in], of what `read` returned."""
+        """Sum over tokens of X², fp32 [columns], of what `read` returned."""
         if self._squares is None:
-            self._squares = x.detach().reshape(-1, self.in_features).float().square().sum(dim=0)
+            self._squares = x.detach().reshape(-1, x.shape[-1]).float().square().sum(dim=0)
         return self._squares
 
     def _forget(self, source: "weakref.ref[Tensor] | None" = None) -> None:
@@ -141,25 +150,59 @@ class Slot:
         if self.shared.spec.input_moments:
             squares = self.shared.squares(cast)
             self.square_sum = squares if self.square_sum is None else self.square_sum + squares
-            self.num_tokens += x.numel() // self.target.in_features
+            self.num_tokens += x.numel() // x.shape[-1]
         return cast, self.shared.project(cast, self.exponents) if self.keep_in else None
 
     def accumulate(self, x: Tensor | None, projected: Tensor | None, h: Tensor) -> None:
-        """Add one backward pass: h [t, out], x [t, in] where T is kept, projected [t, r] where S is kept."""
+        """Add one backward pass: h [t, rows], x [t, columns] where T is kept, projected [t, r] where S is kept.
+
+        Rows and columns are those of the rectangle that this process computes with.
+        """
         if projected is not None:
             self.sketch.on_in = _add_product(self.sketch.on_in, h.T, projected)
         if x is not None:
             # B is stored transposed here: matrix() of an out factor is Bᵀ [out, l].
-            signs = self.out_signs().matrix(self.shared.spec.rank_out, self.target.out_features, device=h.device)
+            rows = self.target.sharding.used.rows
+            rank, width = self.shared.spec.rank_out, self.target.out_features
+            signs = self.out_signs().matrix(rank, width, rows=rows, device=h.device)
             self.sketch.on_out = _add_product(self.sketch.on_out, (h @ signs.to(h.dtype)).T, x)
 
-    def zeros(self) -> Sketch:
-        """The sketch of a gradient that is zero, as this target keeps it."""
-        spec, device = self.shared.spec, self.target.parameter.device
-        return Sketch(
-            torch.zeros(self.target.out_features, spec.rank, device=device) if self.keep_in else None,
-            torch.zeros(spec.rank_out, self.target.in_features, device=device) if self.keep_out else None,
-        )
+    def whole(self, sketch: Sketch) -> Sketch:
+        """A sketch as an addend of the whole weight's: its rows and columns in place, zeros for those of other processes.
+
+        Args:
+            sketch: what accumulated here; empty where nothing did.
+        """
+        target, spec = self.target, self.shared.spec
+        used, device = target.sharding.used, target.parameter.device
+        num_rows, num_columns = used.shape
+        on_in, on_out = sketch.on_in, sketch.on_out
+        if self.keep_in and (on_in is None or num_rows < target.out_features):
+            placed = torch.zeros(target.out_features, spec.rank, device=device)
+            if on_in is not None:
+                placed[slice(*used.rows)] = on_in
+            on_in = placed
+        if self.keep_out and (on_out is None or num_columns < target.in_features):
+            placed = torch.zeros(spec.rank_out, target.in_features, device=device)
+            if on_out is not None:
+                placed[:, slice(*used.columns)] = on_out
+            on_out = placed
+        return Sketch(on_in, on_out)
+
+    def input_moments(self) -> tuple[Tensor, float] | None:
+        """Addends of the sum over tokens of the squared inputs, fp32 [in], and of their number; None if nothing ran.
+
+        Processes that split the columns of a weight see the same tokens: each counts for its share of one.
+        """
+        if self.square_sum is None:
+            return None
+        columns = self.target.sharding.used.columns
+        num_columns = columns[1] - columns[0]
+        if num_columns == self.target.in_features:
+            return self.square_sum, float(self.num_tokens)
+        placed = self.square_sum.new_zeros(self.target.in_features)
+        placed[slice(*columns)] = self.square_sum
+        return placed, self.num_tokens * num_columns / self.target.in_features
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:

@@ -26,6 +26,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from logra.errors import CaptureError
+from logra.hashing import Range
+from logra.shards import is_sharded
 from logra.sketch.accumulate import SharedInput, Sketch, SketchSpec, Slot
 from logra.sketch.targets import Target
 from logra.update import SignFactor
@@ -60,7 +62,7 @@ class Capture:
         self.detached = False
         self._model = model
         self._frozen = frozen
-        self._shared: dict[tuple[str, int], SharedInput] = {}
+        self._shared: dict[tuple[str, int, Range], SharedInput] = {}
         self._slots: dict[str, Slot] = {}
         for target in targets:
             if getattr(target.module, _SLOT, None) is not None:
@@ -69,7 +71,7 @@ class Capture:
                     f"logra.detach(model) if it is out of reach"
                 )
         for target in targets:
-            key = (target.parent, target.in_features)
+            key = (target.parent, target.in_features, target.sharding.used.columns)
             if key not in self._shared:
                 self._shared[key] = SharedInput(*key, spec)
             on_out = target.fqn in out_side
@@ -132,9 +134,9 @@ class Capture:
         """The accumulated sketches by fully qualified name. They are this window's own tensors, not copies."""
         return {fqn: slot.sketch for fqn, slot in self._slots.items()}
 
-    def zeros(self, fqn: str) -> Sketch:
-        """The sketch of a zero gradient of the target `fqn`."""
-        return self._slots[fqn].zeros()
+    def whole(self, fqn: str, sketch: Sketch) -> Sketch:
+        """A sketch of the target `fqn` as an addend of the whole weight's, zero where this process contributes nothing."""
+        return self._slots[fqn].whole(sketch)
 
     def in_signs(self, fqn: str) -> SignFactor:
         """A of the current window for the target `fqn`."""
@@ -157,10 +159,9 @@ class Capture:
                 break
         own.exponents = exponents
 
-    def input_moments(self, fqn: str) -> tuple[Tensor, int] | None:
-        """Sum over this window's tokens of the squared inputs, fp32 [in], and their number; None if it did not run."""
-        slot = self._slots[fqn]
-        return None if slot.square_sum is None else (slot.square_sum, slot.num_tokens)
+    def input_moments(self, fqn: str) -> tuple[Tensor, float] | None:
+        """Addends of the window's sum over tokens of squared inputs, fp32 [in], and of their number; None without a token."""
+        return self._slots[fqn].input_moments()
 
 
 def detach(model: nn.Module) -> None:
@@ -180,20 +181,69 @@ def forward(self: nn.Module, input: Tensor | None = None, *, x: Tensor | None = 
     slot: Slot | None = self.__dict__.get(_SLOT)
     if slot is None or not torch.is_grad_enabled() or not slot.parameter.requires_grad:
         return type(self).forward(self, x)
-    if self.weight is not slot.parameter:
+    _check_weight(self, slot)
+    assert x is not None
+    if is_sharded(self.weight):
+        return _tensor_parallel(self, slot, x)
+    weight: Any = self.weight.detach()
+    return _linear(slot, x, weight.T if slot.target.transposed else weight, self.bias)
+
+
+def _check_weight(module: Any, slot: Slot) -> None:
+    """Refuse a weight that is neither the optimizer's parameter nor what FSDP2 has gathered of it."""
+    weight = module.weight
+    gathered = is_sharded(slot.parameter) and isinstance(weight, nn.Parameter) and weight.shape == slot.parameter.shape
+    if weight is not slot.parameter and not gathered:
         raise CaptureError(
             f"target {slot.target.fqn!r}: its weight is not the parameter that the optimizer was built on (functional_call, "
             f"load_state_dict(assign=True), or a parameter that was replaced). Build the optimizer after loading."
         )
-    assert x is not None
-    weight, bias = slot.target.weight, self.bias
+
+
+def _linear(slot: Slot, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The linear map of plain tensors with the capture behind it: x [..., columns], weight [rows, columns], bias [rows]."""
     dtype = x.dtype
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)  # type: ignore[union-attr]
+        bias = None if bias is None else bias.to(dtype)
+    elif weight.dtype != dtype:
+        return F.linear(x, weight, bias)  # raises: what torch refuses is not cast in silence
     with torch.autocast(x.device.type, enabled=False):
         cast, projected = slot.read(x, dtype)
         return _SketchedLinear.apply(cast, weight, bias, projected, slot.capture._anchor, slot)  # type: ignore[no-any-return]
+
+
+def _tensor_parallel(module: Any, slot: Slot, x: Any) -> Tensor:
+    """The linear map of DTensors on this process's block of the weight, as torch's column- and row-wise styles call it.
+
+    Column-wise, X is the same on all processes and the gradients of X add up; row-wise, the outputs do.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    target, mesh = slot.target, module.weight.device_mesh
+    columns = target.sharding.used.columns
+    if not isinstance(x, DTensor):
+        return type(module).forward(module, x)  # raises: torch multiplies no plain tensor with a DTensor
+    weight, bias = module.weight.detach().to_local(), module.bias
+    weight = weight.T if target.transposed else weight
+    last = x.ndim - 1
+    if columns == (0, target.in_features):
+        block = x.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+        output = _linear(slot, block, weight, None if bias is None else bias.to_local())
+        placement = Shard(last)
+    else:
+        if bias is not None and bias.requires_grad:
+            raise CaptureError(
+                f"target {target.fqn!r} is split row-wise and trains its bias, which is not supported: use "
+                f"non_target='freeze', or freeze the bias"
+            )
+        block = x.redistribute(mesh, [Shard(last)]).to_local()
+        # The outputs are summed: only one process may add the bias.
+        output = _linear(slot, block, weight, bias.to_local() if bias is not None and columns[0] == 0 else None)
+        placement = Partial()
+    shape = torch.Size((*x.shape[:-1], target.out_features))
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(output, mesh, [placement], run_check=False, shape=shape, stride=strides)
 
 
 class _SketchedLinear(torch.autograd.Function):
@@ -205,8 +255,9 @@ class _SketchedLinear(torch.autograd.Function):
     ) -> Tensor:
         # The anchor always requires a gradient, so that backward reaches a target whose input does not.
         ctx.slot, ctx.projections = slot, slot.capture._projections
+        # The weight as it is, not its cast: a copy would live until backward, where FSDP2 has long freed the weight.
         ctx.save_for_backward(x if slot.keep_out else None, weight if ctx.needs_input_grad[0] else None, projected)
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight.to(x.dtype), bias)
 
     @staticmethod
     @once_differentiable
@@ -216,7 +267,7 @@ class _SketchedLinear(torch.autograd.Function):
         slot.capture._check_open(slot.target.fqn, ctx.projections)
         h = grad_output.reshape(-1, grad_output.shape[-1])
         slot.accumulate(None if x is None else x.reshape(-1, x.shape[-1]), projected, h)
-        grad_x = None if weight is None else grad_output @ weight
+        grad_x = None if weight is None else grad_output @ weight.to(grad_output.dtype)
         grad_bias = h.sum(dim=0) if ctx.needs_input_grad[2] else None
         return grad_x, None, grad_bias, None, None, None
 

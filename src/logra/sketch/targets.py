@@ -9,11 +9,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from logra.errors import TargetError
+from logra.shards import Sharding, local, reshard, shardings
 
 ALL_LINEAR = "all-linear"
 """In place of patterns: every linear module except the output embedding."""
@@ -31,22 +33,21 @@ class Target:
         parent: fully qualified name of the parent module; names the projections, so siblings of one width share them.
         module: the module that owns the weight.
         transposed: the module stores [in, out] (GPT-2's `Conv1D`).
+        parameter: the weight as the module stores it; under FSDP2 the sharded DTensor, also while it is gathered.
+        sharding: which part of the weight this process holds, and which it computes with.
     """
 
     fqn: str
     parent: str
     module: nn.Module
     transposed: bool
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        """The weight as the module stores it."""
-        return self.module.weight  # type: ignore[return-value]
+    parameter: nn.Parameter
+    sharding: Sharding
 
     @property
     def weight(self) -> Tensor:
-        """The canonical weight [out, in]: a detached view of the parameter."""
-        weight = self.parameter.detach()
+        """What this process holds of the canonical weight, [held rows, held columns]: a detached view of the parameter."""
+        weight = local(self.parameter)
         return weight.T if self.transposed else weight
 
     @property
@@ -74,15 +75,17 @@ def find_targets(model: nn.Module, patterns: str | Sequence[str]) -> tuple[Targe
 
     Raises:
         TargetError: a pattern matches nothing or something that cannot be sketched (another module type, fused expert
-            weights, a tied, quantised, sharded or flattened weight, a peft adapter), everything it matches is frozen, or the
-            model is compiled.
+            weights, a tied, quantised or flattened weight, a peft adapter), everything it matches is frozen, or the model is
+            compiled; a shard that `logra.shards` refuses.
     """
     _refuse_compiled(model)
+    reshard(model)
     modules = {canonical_fqn(name): module for name, module in model.named_modules()}
     selected = _select(model, modules, patterns)
     _refuse_fused_experts(model, patterns)
     owners = _owners_by_parameter(model)
-    targets, frozen = [], []
+    chosen: dict[str, tuple[str, nn.Module]] = {}
+    frozen = []
     for name, module in selected.items():
         _check_weight(name, module)
         if not module.weight.requires_grad:  # type: ignore[union-attr]
@@ -95,13 +98,18 @@ def find_targets(model: nn.Module, patterns: str | Sequence[str]) -> tuple[Targe
                 f"target {fqn!r} is tied to {', '.join(map(repr, aliases))}: a tied weight has two gradients and one of "
                 f"them is not sketched. Leave it out of target_modules, or untie it before building the optimizer."
             )
-        targets.append(Target(fqn, name.rpartition(".")[0], module, transposed=_is_conv1d(module)))
-    if not targets:
+        chosen[fqn] = (name.rpartition(".")[0], module)
+    if not chosen:
         raise TargetError(
             f"target_modules matches {len(frozen)} modules ({frozen[0]!r}, ...), but all of them are frozen "
             f"(requires_grad=False): unfreeze what is to be trained before building the optimizer"
         )
-    return tuple(targets)
+    parameters: dict[str, Any] = {fqn: (module.weight, _is_conv1d(module)) for fqn, (_, module) in chosen.items()}
+    shares = shardings(model, parameters)
+    return tuple(
+        Target(fqn, parent, module, parameters[fqn][1], parameters[fqn][0], shares[fqn])
+        for fqn, (parent, module) in chosen.items()
+    )
 
 
 def _select(model: nn.Module, modules: dict[str, nn.Module], patterns: str | Sequence[str]) -> dict[str, nn.Module]:
@@ -134,8 +142,8 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    # transformers' Conv1D by name: the core does not import transformers.
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    # transformers' Conv1D by name: the core does not import transformers. FSDP2 derives a class of its own from a module's.
+    return any(kind.__name__ == "Conv1D" for kind in type(module).__mro__) and hasattr(module, "nf")
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -165,8 +173,6 @@ def _check_weight(name: str, module: nn.Module) -> None:
         )
     if not isinstance(weight, nn.Parameter) or weight.ndim != 2:
         raise TargetError(f"target {name!r}: the weight must be a 2-D parameter, it is a {type(weight).__name__}")
-    if hasattr(weight, "device_mesh"):
-        raise TargetError(f"target {name!r} is a sharded DTensor: sharded weights are not supported by this version")
     if weight.dtype not in (torch.float32, torch.bfloat16):
         raise TargetError(
             f"target {name!r} has dtype {weight.dtype} (quantised or half precision): load the model in float32 or bfloat16"

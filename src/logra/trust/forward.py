@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from logra.errors import ProbeError
+from logra.shards import is_fsdp
 from logra.trust.attention import differentiable_attention, is_transformers_model
 from logra.trust.probe import ProbeBatch
 from logra.trust.shared_prefix import cache_argument, split_prefixes
@@ -60,7 +61,9 @@ class LogitReader:
         self.model: Any = model
         backbone = model.base_model if is_transformers_model(model) else model
         self._backbone: Any = backbone if backbone is not model else None
-        self._cache_argument = None if self._backbone is None else cache_argument(model)
+        # Under FSDP2 every call of the model is a collective, and which prompts can be shared differs between processes.
+        shares = self._backbone is not None and not is_fsdp(model)
+        self._cache_argument = cache_argument(model) if shares else None
         self._output_type: Any = None
 
     @property

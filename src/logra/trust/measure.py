@@ -21,13 +21,14 @@ from torch.autograd import forward_ad
 
 from logra.contracts import Delta
 from logra.errors import NonFiniteProbeError, ProbeError
+from logra.shards import uncast_activations
 from logra.trust.dense import DenseInjection
 from logra.trust.divergence import exact_kl, half_variance
 from logra.trust.forward import LogitReader, probe_mode, token_chunks
 from logra.trust.injection import Injection
 from logra.trust.linear_tangent import LinearTangent
 from logra.trust.precision import LOW_PRECISION, Float32Forward
-from logra.trust.probe import Probe
+from logra.trust.probe import Probe, ProbeBatch
 
 # Step of the difference quotient: the error of first order is below 1 % for proposals of up to about 1 nat, and the
 # moved logits stand 20 times above fp32 noise for proposals down to about 1e-3 nats. A power of two scales exactly.
@@ -35,23 +36,26 @@ DIFFERENCE_STEP = 2.0**-7
 
 
 class _Tally:
-    """Collects per-token KLs and the two facts that decide whether their mean means anything."""
+    """Collects per-token KLs of the tokens that count, and the two facts that decide whether their mean means anything."""
 
     def __init__(self) -> None:
         self.kls: list[Tensor] = []
         self.finite: list[Tensor] = []
         self.moved: list[Tensor] = []
 
-    def add(self, kl: Tensor, logits: Tensor, moved: Tensor) -> None:
-        self.kls.append(kl)
+    def add(self, batch: ProbeBatch, chunk: slice, kl: Tensor, logits: Tensor, moved: Tensor) -> None:
+        self.kls.append(kl[: max(0, batch.counted - chunk.start)])
         self.finite.append(torch.isfinite(logits).all())
         self.moved.append(moved)
 
     def mean(self) -> float:
-        """Mean over all tokens, summed in fp64. Raises NonFiniteProbeError."""
+        """Mean over all tokens that count, summed in fp64; 0 without any. Raises NonFiniteProbeError."""
         if not torch.stack(self.finite).all():
             raise NonFiniteProbeError("the model's logits on the probe are not finite, before any update.")
-        mean = torch.cat(self.kls).cpu().double().mean().item()
+        kls = torch.cat(self.kls)
+        if kls.numel() == 0:
+            return 0.0
+        mean = kls.cpu().double().mean().item()
         if not math.isfinite(mean):
             raise NonFiniteProbeError(
                 f"the KL of the proposed update is {mean}: the update or its effect is not finite."
@@ -89,6 +93,7 @@ def predicted_kl(
     reader = LogitReader(model)
     injection, swap = Injection(deltas, "tangent"), DenseInjection(model, dense, "tangent")
     base: list[Tensor] = []
+    lost = False
     with probe_mode(model, _device(probe)), _forward_ad_errors(model), LinearTangent():
         for batch in probe.batches:
             with forward_ad.dual_level(), injection, swap:
@@ -97,12 +102,15 @@ def predicted_kl(
                 for chunk in token_chunks(batch):
                     logits, tangent = forward_ad.unpack_dual(reader.read(batch, output, chunk))
                     if tangent is None:
-                        injection.check_reached()
-                        raise _lost_or_zero(model, deltas, dense)
-                    tally.add(half_variance(logits, tangent, probe.temperature), logits, (tangent != 0).any())
+                        lost = True  # raised below: other processes may be waiting for the forwards that remain
+                        continue
+                    kl = half_variance(logits, tangent, probe.temperature)
+                    tally.add(batch, chunk, kl, logits, (tangent != 0).any())
     injection.check_reached()
+    if lost:
+        raise _lost_or_zero(model, deltas, dense)
     mean = tally.mean()
-    if not tally.any_moved():
+    if probe.num_tokens and not tally.any_moved():
         raise _lost_or_zero(model, deltas, dense)
     if reader.output_is_small and _computes_in_fp32(model, base[0]):
         probe.base.keep(model, base)
@@ -133,7 +141,7 @@ def difference_kl(
         statistic,
     )
     mean = tally.mean()
-    if not tally.any_moved():
+    if probe.num_tokens and not tally.any_moved():
         raise _lost_or_zero(model, deltas, dense)
     return mean
 
@@ -164,7 +172,7 @@ def probe_logits(model: nn.Module, probe: Probe) -> list[Tensor]:
     device = _device(probe)
     reader = LogitReader(model)
     logits = []
-    with probe_mode(model, device), Float32Forward(device.type):
+    with probe_mode(model, device), uncast_activations(model), Float32Forward(device.type):
         for batch in probe.batches:
             output = reader.run(batch)
             logits += [reader.read(batch, output, chunk).cpu() for chunk in token_chunks(batch)]
@@ -178,8 +186,10 @@ def kl_since(model: nn.Module, probe: Probe, before: Sequence[Tensor]) -> float:
         NonFiniteProbeError: logits or KL not finite.
     """
     tally = _Tally()
-    for logits, new_logits in zip(before, probe_logits(model, probe), strict=True):
-        tally.add(exact_kl(logits, new_logits, probe.temperature), logits, (new_logits != logits).any())
+    chunks = [(batch, chunk) for batch in probe.batches for chunk in token_chunks(batch)]
+    for (batch, chunk), logits, new_logits in zip(chunks, before, probe_logits(model, probe), strict=True):
+        kl = exact_kl(logits, new_logits, probe.temperature)
+        tally.add(batch, chunk, kl, logits, (new_logits != logits).any())
     return tally.mean()
 
 
@@ -198,7 +208,7 @@ def _compare(
     injection, swap = Injection(deltas, "value"), DenseInjection(model, dense, "value")
     kept = probe.base.of(model)
     base: list[Tensor] = []
-    with probe_mode(model, device), Float32Forward(device.type):
+    with probe_mode(model, device), uncast_activations(model), Float32Forward(device.type):
         for index, batch in enumerate(probe.batches):
             with injection, swap:
                 new_output = reader.run(batch)
@@ -208,7 +218,7 @@ def _compare(
                 logits = reader.read(batch, output, chunk)
                 with injection, swap:
                     new_logits = reader.read(batch, new_output, chunk)
-                tally.add(statistic(logits, new_logits), logits, (new_logits != logits).any())
+                tally.add(batch, chunk, statistic(logits, new_logits), logits, (new_logits != logits).any())
     injection.check_reached()
     if reader.output_is_small:
         probe.base.keep(model, base)

@@ -31,12 +31,19 @@ class ProbeBatch:
         attention_mask: int64 [n, w], 1 at real tokens.
         rows: int64 [t], row of each generated token.
         columns: int64 [t], column whose logits predict that token (its own column minus one).
+        num_counted: generated tokens whose KL counts, the first ones; None for all (see `logra.trust.lockstep`).
     """
 
     input_ids: Tensor
     attention_mask: Tensor
     rows: Tensor
     columns: Tensor
+    num_counted: int | None = None
+
+    @property
+    def counted(self) -> int:
+        """Number of generated tokens whose KL counts."""
+        return self.columns.numel() if self.num_counted is None else self.num_counted
 
 
 class KeptOutputs:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from logra import distributed
 from logra.contracts import Delta, TrustDecision, TrustVerdict
 from logra.errors import ConfigError, NonFiniteProbeError, ProbeError
+from logra.trust.lockstep import in_step
 from logra.trust.measure import difference_kl, kl_since, predicted_kl, probe_logits, realised_kl
 from logra.trust.probe import Probe, build_probe
 
@@ -189,7 +190,7 @@ class TrustRegion:
             raise ProbeError("deltas is empty: there is no update to price.")
         budget = self.budget_at(step, distributed.mean(mismatch))
         measure = predicted_kl if self.method == "tangent" else difference_kl
-        predicted = _mean_over_processes(probe, lambda own: measure(model, own, deltas, dense))
+        predicted = _mean_over_processes(model, probe, lambda own: measure(model, own, deltas, dense))
         alpha = self.alpha_max if predicted == 0 else min(self.alpha_max, math.sqrt(budget / predicted))
         return TrustDecision(alpha=alpha, predicted_kl=predicted, budget=budget)
 
@@ -220,7 +221,7 @@ class TrustRegion:
             ProbeError: no target module ran.
             NonFiniteProbeError: logits or KL not finite.
         """
-        realised = _mean_over_processes(probe, lambda own: realised_kl(model, own, deltas, dense))
+        realised = _mean_over_processes(model, probe, lambda own: realised_kl(model, own, deltas, dense))
         if realised <= self.violation_ratio * budget:
             return TrustVerdict(realised_kl=realised, action="accept")
         if self.on_violation == "warn":
@@ -242,7 +243,8 @@ class TrustRegion:
         """
         if not self.measure_merged:
             return None
-        return [] if probe is None else probe_logits(model, probe)
+        to_run = in_step(model, probe)
+        return [] if to_run is None else probe_logits(model, to_run)
 
     def merged_kl(self, model: nn.Module, probe: Any, snapshot: list[Tensor]) -> float:
         """KL between the policy of `snapshot` and the merged one: what `verify` foretold, with the merge's rounding.
@@ -250,7 +252,7 @@ class TrustRegion:
         Raises:
             NonFiniteProbeError: logits or KL not finite.
         """
-        return _mean_over_processes(probe, lambda own: kl_since(model, own, snapshot))
+        return _mean_over_processes(model, probe, lambda own: kl_since(model, own, snapshot))
 
 
 def update_mismatch(
@@ -287,7 +289,7 @@ def update_mismatch(
     return max(0.0, mean if average is None else (1.0 - weight) * average + weight * mean)
 
 
-def _mean_over_processes(probe: Any, measure: Callable[[Any], float]) -> float:
+def _mean_over_processes(model: nn.Module, probe: Any, measure: Callable[[Any], float]) -> float:
     """The KL on this process's probe, averaged over the processes that have one.
 
     Errors are raised on all processes together: one that raised alone would leave the others waiting for it.
@@ -295,9 +297,10 @@ def _mean_over_processes(probe: Any, measure: Callable[[Any], float]) -> float:
     if distributed.num_processes() == 1:
         return measure(probe)
     kl, error = 0.0, None
-    if probe is not None:
+    to_run = in_step(model, probe)
+    if to_run is not None:
         try:
-            kl = measure(probe)
+            kl = measure(to_run)
         except NonFiniteProbeError:
             kl = math.nan
         except ProbeError as probe_error:

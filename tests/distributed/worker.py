@@ -1,7 +1,7 @@
 """One of the processes that the distributed tests share: runs the tasks that it is told, one after the other.
 
-A task is a function `task(rank, **arguments)` of a test file. The worker says "ready", then reads one JSON object a line, joins a gloo group
-of the wanted size, saves what the task returns and answers with a line: "" or the traceback.
+A task is a function `task(rank, **arguments)` of a test file. The worker says "ready", then reads one JSON object a line,
+joins a gloo group of the wanted size, saves what the task returns and answers with a line: "" or the traceback.
 """
 
 import importlib.util

@@ -183,10 +183,11 @@ def forward(self: nn.Module, input: Tensor | None = None, *, x: Tensor | None = 
         return type(self).forward(self, x)
     _check_weight(self, slot)
     assert x is not None
-    if is_sharded(self.weight):
-        return _tensor_parallel(self, slot, x)
-    weight: Any = self.weight.detach()
-    return _linear(slot, x, weight.T if slot.target.transposed else weight, self.bias)
+    module: Any = self
+    if is_sharded(module.weight):
+        return _tensor_parallel(module, slot, x)
+    weight = module.weight.detach()
+    return _linear(slot, x, weight.T if slot.target.transposed else weight, module.bias)
 
 
 def _check_weight(module: Any, slot: Slot) -> None:

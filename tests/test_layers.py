@@ -18,7 +18,7 @@ LEVELS = {
     "optim": 2, "trust": 2, "sync": 2,
     "diagnostics": 2.5,  # looks at steps through `trust`, and is used by `rl`
     "rl": 3,
-    "bench": 4, "integrations": 4,
+    "bench": 4, "integrations": 4, "report": 4,
     "cli": 5,
 }  # fmt: skip
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")

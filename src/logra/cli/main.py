@@ -11,6 +11,7 @@ from logra.errors import LograError
 COMMANDS = {
     "train": "train a model by reinforcement learning",
     "replay": "rebuild, check or compare the weights of a run at any step",
+    "report": "write a report of one or several runs, an HTML file",
     "bench": "run a benchmark, print its table, find regressions",
 }
 
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"logra: unknown command {arguments[0]!r}. Commands: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     try:
-        return {"train": _train, "replay": _replay, "bench": _bench}[arguments[0]](arguments[1:])
+        return {"train": _train, "replay": _replay, "report": _report, "bench": _bench}[arguments[0]](arguments[1:])
     except LograError as error:
         print(f"logra {arguments[0]}: error: {error}", file=sys.stderr)
         return 2
@@ -57,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "logra":
             raise
-        print(f"logra {arguments[0]} needs the package {error.name}: pip install 'logra[rl]'", file=sys.stderr)
+        extra = "report" if error.name.partition(".")[0] == "matplotlib" else "rl"
+        print(f"logra {arguments[0]} needs the package {error.name}: pip install 'logra[{extra}]'", file=sys.stderr)
         return 2
 
 
@@ -67,13 +69,24 @@ def _train(arguments: Sequence[str]) -> int:
     config = parse(arguments)
     from logra.rl.run import train  # TRL takes seconds to import; a wrong flag should not
 
-    return 1 if train(config).interrupted else 0
+    outcome = train(config)
+    from logra.cli.report import report_of_finished
+
+    if outcome.folder.exists():
+        print(report_of_finished(outcome.folder))
+    return 1 if outcome.interrupted else 0
 
 
 def _replay(arguments: Sequence[str]) -> int:
     from logra.cli.replay import replay_command
 
     return replay_command(arguments)
+
+
+def _report(arguments: Sequence[str]) -> int:
+    from logra.cli.report import report_command
+
+    return report_command(arguments)
 
 
 def _bench(arguments: Sequence[str]) -> int:

@@ -7,6 +7,7 @@ updates/         the log of all updates: with the base model, the weights of eve
 model/           the trained model, for AutoModelForCausalLM.from_pretrained
 memory.json      bytes by category, see docs/memory.md
 results.json     held-out score before and after, mean rewards, seconds, peak memory
+report.html      curves, memory, events and completions on one page (written by the command line)
 """
 
 import importlib.metadata
@@ -51,6 +52,7 @@ class RunFolder:
         self.model = self.path / "model"
         self.memory = self.path / "memory.json"
         self.results = self.path / "results.json"
+        self.report = self.path / "report.html"
         self._unfinished_model = self.path / ".model-unfinished"
         self._is_created = False
         try:
@@ -93,7 +95,7 @@ class RunFolder:
     @property
     def _parts(self) -> tuple[Path, ...]:
         """What a run writes, and what replacing it removes: whatever else was put here stays."""
-        files = (self.config, self.metrics, self.samples, self.memory, self.results)
+        files = (self.config, self.metrics, self.samples, self.memory, self.results, self.report)
         return (*files, self.updates, self.model, self._unfinished_model)
 
     def require_outside(self, field: str, source: str | Path) -> None:

@@ -1,0 +1,301 @@
+"""Time of one whole update (forward, backward, clip, step) against dense AdamW, LoRA and GaLore.
+
+A cell is one width. All methods train the same linear layers of equal Llama blocks of random weights on the same tokens,
+one update each in turn, in one process, so that a busy machine slows all alike; the order changes from round to round.
+With one thread, seconds are those that the thread ran, without those it waited for its turn. `logra` and `paper` include
+all that their step is made of: recovery, the trust region's prediction and check, rounding and merge.
+"""
+
+import gc
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+import logra
+from logra import phases
+from logra.bench.harness import Cell, Ratio, Results, markdown_table, spread
+from logra.errors import ConfigError
+
+METHODS = {
+    "adamw": "dense AdamW (fused)",
+    "lora": "LoRA (peft), AdamW (fused) on the adapters",
+    "galore": "GaLore (galore-torch) AdamW",
+    "logra": "`logra` (two-sided, spectral, momentum 0.9)",
+    "paper": "`paper` (one-sided `row_adam`)",
+}
+VOCABULARY = 1024
+NUM_RESPONSES = 8
+"""Per micro-batch."""
+GALORE_GAP = 200
+"""Steps between two SVDs of GaLore; their time is shared out over them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure."""
+
+    hidden: tuple[int, ...] = (512, 1024, 2048)
+    """Widths of the blocks; the MLP is 2.75 times as wide."""
+    methods: tuple[str, ...] = tuple(METHODS)
+    """Methods, timed in turn; adamw must be one."""
+    rank: int = 64
+    """Rank of sketches, adapters and GaLore."""
+    num_layers: int = 1
+    """Blocks."""
+    num_micro_batches: int = 8
+    """Micro-batches per update, 8 responses each."""
+    num_tokens: int = 64
+    """Tokens per response, all generated."""
+    num_rounds: int = 3
+    """Timed updates of each method."""
+
+    def __post_init__(self) -> None:
+        for method in self.methods:
+            if method not in METHODS:
+                raise ConfigError(f"methods={method!r}: any of {', '.join(METHODS)}")
+        if "adamw" not in self.methods:
+            raise ConfigError("methods: adamw must be among them, it is what the others are compared with")
+
+
+CHECK = Options(hidden=(512,), methods=("adamw", "logra", "paper"), num_micro_batches=4, num_rounds=9)
+"""The cell whose ratios `make bench-check` compares."""
+
+
+class Method(Protocol):
+    """A model with its optimizer."""
+
+    model: nn.Module
+
+    def step(self, batches: list[Tensor]) -> None:
+        """Clip and step."""
+        ...
+
+
+def cells(options: Options) -> list[Cell]:
+    """A cell a width."""
+    return [{"hidden": hidden} for hidden in options.hidden]
+
+
+def run_cell(cell: Cell, options: Options) -> dict[str, Any]:
+    """Seconds of every timed update by method, and where those of the sketched methods go."""
+    batches = _batches(options)
+    methods = {name: _build(name, cell["hidden"], options) for name in options.methods}
+    once: dict[str, float] = {}
+    for name, method in methods.items():  # the first update allocates, and GaLore's computes its projections
+        once[name] = sum(_update(method, batches).values())
+    seconds: dict[str, list[dict[str, float]]] = defaultdict(list)
+    order = list(methods)
+    for index in range(options.num_rounds):
+        for name in order[index % len(order) :] + order[: index % len(order)]:
+            gc.collect()
+            seconds[name].append(_update(methods[name], batches))
+    return {
+        name: {
+            "update_s": [sum(parts.values()) for parts in timed],
+            "phases_s": {part: statistics.median(parts.get(part, 0.0) for parts in timed) for part in timed[0]},
+            "first_update_s": once[name],
+        }
+        for name, timed in seconds.items()
+    }
+
+
+def table(results: Results) -> str:
+    """Times and ratios, then the parts of an update."""
+    settings = results.settings
+    tokens = settings["num_micro_batches"] * NUM_RESPONSES * settings["num_tokens"]
+    intro = (
+        f"{settings['num_layers']} block(s), rank {settings['rank']}, {tokens} tokens per update in "
+        f"{settings['num_micro_batches']} micro-batches, fp32; median (range) of {settings['num_rounds']} rounds. The trust "
+        "region reads at least 128 tokens and 2 responses, however many there are."
+    )
+    speed, parts = [], []
+    for record in sorted(results.records, key=lambda record: record.cell["hidden"]):
+        for method, title in METHODS.items():
+            if method in record.result:
+                found = record.result[method]
+                times = found["update_s"]
+                ratio = speedups(record.result)[method]
+                row = [str(record.cell["hidden"]), title, _median_spread(times), _median_spread(ratio)]
+                speed.append(row)
+                parts.append([*row[:2], *(f"{found['phases_s'].get(part, 0.0):.3f}" for part in PARTS)])
+    header = ["hidden", "method", "s / update", "times as fast as dense AdamW"]
+    return "\n\n".join(
+        [intro, markdown_table(header, speed), markdown_table(["hidden", "method", *PARTS.values()], parts)]
+    )
+
+
+def ratios(results: Results) -> dict[str, Ratio]:
+    """How many times as fast as dense AdamW each method is, at each width."""
+    return {
+        f"{method} against adamw, hidden {record.cell['hidden']}": Ratio(statistics.median(found), "higher")
+        for record in results.records
+        for method, found in speedups(record.result).items()
+        if method in ("logra", "paper")
+    }
+
+
+def speedups(result: dict[str, Any]) -> dict[str, list[float]]:
+    """Seconds of dense AdamW over those of each method, round by round."""
+    dense = result["adamw"]["update_s"]
+    found = {}
+    for method, timed in result.items():
+        # GaLore's SVDs were in the first update, which is not among the timed ones.
+        svds = max(timed["first_update_s"] - statistics.median(timed["update_s"]), 0.0)
+        extra = svds / GALORE_GAP if method == "galore" else 0.0
+        found[method] = [base / (own + extra) for base, own in zip(dense, timed["update_s"], strict=True)]
+    return found
+
+
+PARTS = {
+    "forward": "forward, s",
+    "backward": "backward, s",
+    "recover": "recovery and clip, s",
+    "probe": "trust region, s",
+    "update": "the rest of the step, s",
+}
+
+
+def _median_spread(values: list[float]) -> str:
+    return (
+        f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})" if len(values) > 1 else spread(values)
+    )
+
+
+# ---- one update ----
+
+
+def _update(method: Method, batches: list[Tensor]) -> dict[str, float]:
+    """Seconds of one update by part."""
+    clock = _Clock()
+    for tokens in batches:
+        logits = method.model(input_ids=tokens).logits[:, :-1]
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / len(batches)
+        clock.lap("forward")
+        loss.backward()
+        clock.lap("backward")
+        del logits, loss
+    with phases.listening(lambda: clock.lap(phases.current_phase() or "update")):
+        method.step(batches)
+    clock.lap("update")
+    return dict(clock.seconds)
+
+
+class _Clock:
+    """Adds up laps. One CPU thread: the seconds it ran. Otherwise: the seconds that passed."""
+
+    def __init__(self) -> None:
+        self._is_cuda = torch.cuda.is_available()
+        alone = torch.get_num_threads() == 1 and not self._is_cuda
+        self._now: Callable[[], float] = time.process_time if alone else time.perf_counter
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._last = self._read()
+
+    def lap(self, name: str) -> None:
+        """What has passed since the last lap belongs to `name`."""
+        now = self._read()
+        self.seconds[name] += now - self._last
+        self._last = now
+
+    def _read(self) -> float:
+        if self._is_cuda:
+            torch.cuda.synchronize()
+        return self._now()
+
+
+# ---- the methods ----
+
+
+def _batches(options: Options) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (NUM_RESPONSES, options.num_tokens)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return [torch.randint(VOCABULARY, shape, generator=generator).to(device) for _ in range(options.num_micro_batches)]
+
+
+def _model(hidden: int, num_layers: int) -> Any:
+    """Blocks of a small Llama; only the targets of `logra` are trained, by every method."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config).to("cuda" if torch.cuda.is_available() else "cpu")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("_proj.weight"))
+    return model
+
+
+def _build(name: str, hidden: int, options: Options) -> Method:
+    model = _model(hidden, options.num_layers)
+    if name == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        targets = list(logra.Config().target_modules)
+        model = get_peft_model(model, LoraConfig(r=options.rank, target_modules=targets, lora_dropout=0.0))
+    if name in ("logra", "paper"):
+        return _Sketched(model, name, options.rank)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if name == "galore":
+        try:
+            from galore_torch import GaLoreAdamW
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"methods: galore needs the package {error.name}: pip install 'logra[bench]'") from error
+        group = {
+            "params": trained,
+            "rank": options.rank,
+            "update_proj_gap": GALORE_GAP,
+            "scale": 0.25,
+            "proj_type": "std",
+        }
+        return _Dense(model, GaLoreAdamW([group], lr=1e-5), trained)
+    return _Dense(model, torch.optim.AdamW(trained, lr=1e-5, fused=True), trained)
+
+
+class _Dense:
+    """An optimizer of `.grad`."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, trained: list[nn.Parameter]) -> None:
+        self.model, self._optimizer, self._trained = model, optimizer, trained
+
+    def step(self, batches: list[Tensor]) -> None:
+        """Clip and step."""
+        with phases.phase("recover"):
+            nn.utils.clip_grad_norm_(self._trained, 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+class _Sketched:
+    """A SketchOptimizer with a trust region."""
+
+    def __init__(self, model: nn.Module, name: str, rank: int) -> None:
+        paper = {"sketch": "one_sided", "direction": "row_adam", "restore_norm": True, "momentum": 0.0}
+        settings: dict[str, Any] = paper if name == "paper" else {}
+        trust = logra.TrustRegion(kl_budget=1e-3)
+        self.model = model
+        self._optimizer = logra.SketchOptimizer(model, rank=rank, lr=1e-4, max_grad_norm=1.0, trust=trust, **settings)
+
+    def step(self, batches: list[Tensor]) -> None:
+        """Price, scale, check and merge."""
+        tokens = torch.cat(batches)
+        mask = torch.ones_like(tokens)
+        generated = mask.clone()
+        generated[:, 0] = 0
+        self._optimizer.set_probe(input_ids=tokens, attention_mask=mask, loss_mask=generated)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        assert self._optimizer.last_update is not None, self._optimizer.last_skip

@@ -1,0 +1,58 @@
+"""The speed of whole updates: every method runs, and what is said of the times is true."""
+
+import pytest
+
+from logra.bench import speed
+from logra.bench.harness import Results
+from logra.bench.harness.results import Record, settings_of
+from logra.errors import ConfigError
+
+
+def results_of(result, options=None):
+    record = Record(
+        cell={"hidden": 64}, result=result, machine={}, commit=None, dirty=None, date=None, command="", jobs=1, wall_s=0.0
+    )  # fmt: skip
+    return Results("speed", settings_of(options or speed.Options()), [record])
+
+
+def times(*seconds, first=0.0):
+    return {"update_s": list(seconds), "phases_s": {"forward": 1.0}, "first_update_s": first}
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")
+def test_a_cell_times_every_method():
+    methods = ("adamw", "lora", "logra", "paper")  # galore-torch is not among the tested versions
+    options = speed.Options(hidden=(64,), methods=methods, rank=4, num_micro_batches=2, num_tokens=10, num_rounds=2)
+    (cell,) = speed.cells(options)
+    result = speed.run_cell(cell, options)
+    assert list(result) == list(methods)
+    for method in methods:
+        found = result[method]
+        assert len(found["update_s"]) == 2
+        assert sum(found["phases_s"].values()) == pytest.approx(sum(found["update_s"]) / 2, rel=0.5)
+    assert result["logra"]["phases_s"]["probe"] > 0  # the trust region is timed, not left out
+    assert "probe" not in result["adamw"]["phases_s"]
+    text = speed.table(results_of(result, options))
+    assert all(speed.METHODS[method] in text for method in methods)
+
+
+def test_ratios_are_paired_by_round():
+    result = {"adamw": times(2.0, 8.0, 3.0), "logra": times(1.0, 2.0, 1.0), "paper": times(4.0, 4.0, 3.0)}
+    assert speed.speedups(result)["logra"] == [2.0, 4.0, 3.0]
+    found = speed.ratios(results_of(result))
+    assert {name: ratio.value for name, ratio in found.items()} == {
+        "logra against adamw, hidden 64": 3.0,
+        "paper against adamw, hidden 64": 1.0,
+    }
+
+
+def test_galore_pays_for_its_svds():
+    result = {"adamw": times(1.0), "galore": times(1.0, first=201.0)}
+    assert speed.speedups(result)["galore"] == [pytest.approx(0.5)]  # 200 s of SVDs in 200 steps
+
+
+def test_there_is_nothing_to_compare_with_without_adamw():
+    with pytest.raises(ConfigError, match="adamw must be among them"):
+        speed.Options(methods=("logra",))
+    with pytest.raises(ConfigError, match="methods='sgd'"):
+        speed.Options(methods=("adamw", "sgd"))

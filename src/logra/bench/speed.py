@@ -7,6 +7,7 @@ all that their step is made of: recovery, the trust region's prediction and chec
 """
 
 import gc
+import importlib
 import statistics
 import time
 from collections import defaultdict
@@ -233,7 +234,8 @@ def _model(hidden: int, num_layers: int) -> Any:
         max_position_embeddings=1024,
         tie_word_embeddings=True,
     )
-    model = LlamaForCausalLM(config).to("cuda" if torch.cuda.is_available() else "cpu")
+    model: Any = LlamaForCausalLM(config)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.endswith("_proj.weight"))
     return model
@@ -251,7 +253,7 @@ def _build(name: str, hidden: int, options: Options) -> Method:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if name == "galore":
         try:
-            from galore_torch import GaLoreAdamW
+            optimizer_class = importlib.import_module("galore_torch").GaLoreAdamW  # not among the tested versions
         except ModuleNotFoundError as error:
             raise ConfigError(f"methods: galore needs the package {error.name}: pip install 'logra[bench]'") from error
         group = {
@@ -261,7 +263,7 @@ def _build(name: str, hidden: int, options: Options) -> Method:
             "scale": 0.25,
             "proj_type": "std",
         }
-        return _Dense(model, GaLoreAdamW([group], lr=1e-5), trained)
+        return _Dense(model, optimizer_class([group], lr=1e-5), trained)
     return _Dense(model, torch.optim.AdamW(trained, lr=1e-5, fused=True), trained)
 
 

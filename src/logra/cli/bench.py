@@ -96,10 +96,11 @@ def _check_command(arguments: Sequence[str]) -> int:
         path = Path(settings["baselines_dir"]) / f"{benchmark.name}.json"
         if settings["save_baseline"]:
             write_baselines(path, measured := _measure(benchmark))
-            print("\n".join(f"{benchmark.name} {name}: {ratio.value:.3f}" for name, ratio in measured.items()))
+            print("\n".join(f"{benchmark.name} {name}: {ratio.value:.3f}, saved" for name, ratio in measured.items()))
         else:
             lost += [f"{benchmark.name} {line}" for line in _compare(benchmark, path)]
-    print("\n".join(lost) if lost else "No ratio is more than 10 % worse than its baseline.")
+    if not settings["save_baseline"]:
+        print("\n".join(lost) if lost else "No ratio is more than 10 % worse than its baseline.")
     return 1 if lost else 0
 
 

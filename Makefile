@@ -24,6 +24,11 @@ test: $(VENV)/.installed lint
 test-distributed: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m distributed
 
+# Kills runs with SIGKILL at 62 random points and resumes them; a few minutes on two idle cores.
+.PHONY: kill-test
+kill-test: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m kill tests/rl/test_kill.py
+
 test-gpu: $(VENV)/.installed
 	$(BIN)/python -m pytest -m gpu
 

@@ -25,6 +25,10 @@ class SyncError(LograError):
     """An update log, its server or a replica cannot do what was asked: a gap, another run, a full disk, lost weights."""
 
 
+class CheckpointError(LograError):
+    """A checkpoint is damaged, cannot be written, or belongs to another run."""
+
+
 class ProbeError(LograError):
     """A probe is missing or unusable, or its forward tangent was lost."""
 

@@ -76,6 +76,7 @@ def test_files_and_results(run):
         "metrics.jsonl",
         "samples.jsonl",
         "updates",
+        "checkpoints",
         "model",
         "memory.json",
         "results.json",

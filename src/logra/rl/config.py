@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 from logra.diagnostics import DiagnosticsConfig
 from logra.errors import ConfigError
 from logra.optim import Config
+from logra.rl.checkpoint_config import CheckpointConfig
 from logra.trust import TrustRegion
 
 Method = Literal["logra", "paper", "adamw", "lora"]
@@ -207,6 +208,9 @@ class TrainConfig:
     """Folder for the results; must be new or empty unless overwrite."""
     overwrite: bool = False
     """Replace the run that output_dir holds."""
+    resume: str | None = None
+    """Continue the run in output_dir: auto takes its newest complete checkpoint (and begins where there is no run yet), a
+    path is one of its checkpoints. All settings must be those of the run, except length, checkpoints and what is shown."""
     method: Method = "logra"
     """logra (sketches with this library's defaults), paper (the published LoGRA settings), adamw (dense) or lora."""
     model: str = "smollm2-135m-instruct"
@@ -227,6 +231,7 @@ class TrainConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     run: RunConfig = field(default_factory=RunConfig)
     diagnostics: DiagnosticsConfig = field(default_factory=DiagnosticsConfig)
+    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
     logra: Config = field(default_factory=lambda: _NOT_GIVEN["logra"])
     trust: TrustRegion = field(default_factory=lambda: _NOT_GIVEN["trust"])
     adamw: AdamWConfig = field(default_factory=lambda: _NOT_GIVEN["adamw"])
@@ -239,6 +244,8 @@ class TrainConfig:
             if getattr(self, group) is _NOT_GIVEN[group]:
                 object.__setattr__(self, group, settings)
         _require_integer("num_heldout", self.num_heldout, 0, "problems")
+        if self.resume is not None and self.overwrite:
+            raise ConfigError(f"resume={self.resume!r} with overwrite=true: a run is either continued or replaced")
         if self.logra.trust is not None:
             raise ConfigError("logra.trust: set the trust region in the group trust")
         if self.logra.weight_storage == "split32" and self.logra.non_target == "adamw":

@@ -24,6 +24,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer as TRLTrainer
 from logra.errors import DataError
 from logra.rl.logprobs import completion_log_probs
 from logra.rl.metrics import StepClock, peak_memory_bytes, reward_metrics
+from logra.rl.resumable import ResumableTrainer
 from logra.rl.rewards import checked, require_finite, signal_free_rows
 from logra.rl.shared_prompts import can_share_prompts, continues_prefill, order_by_prompt, shared_prefill
 
@@ -34,7 +35,7 @@ CHECKPOINTING = next(
 """The argument that trades recomputation for memory. vLLM holds transformers at versions with its older name."""
 
 
-class CheckedGRPOTrainer(TRLTrainer):
+class CheckedGRPOTrainer(ResumableTrainer):
     """`trl.GRPOTrainer` with checked rewards and the metrics of `logra`; the optimizer is TRL's.
 
     Takes TRL's arguments. `GRPOTrainer` adds the sketch optimizer; the dense AdamW and LoRA baselines use this class.
@@ -43,8 +44,7 @@ class CheckedGRPOTrainer(TRLTrainer):
         DataError: fewer training rows than one generation takes, or a reward function that returns something unusable.
     """
 
-    model: Any  # transformers types these more loosely than TRL guarantees them
-    args: GRPOConfig
+    args: GRPOConfig  # transformers types it more loosely than TRL guarantees it
 
     def __init__(self, *args: Any, **kwargs: Any):
         given = inspect.signature(TRLTrainer.__init__).bind(self, *args, **kwargs).arguments

@@ -20,6 +20,7 @@ from trl.trainer.grpo_config import GRPOConfig
 from logra.diagnostics import CollateralProbe, DirectionProbe, unrelated_texts
 from logra.diagnostics.observer import Diagnostic
 from logra.errors import ConfigError, DataError
+from logra.rl.checkpoints import ResumedPublisher
 from logra.rl.config import TrainConfig
 from logra.rl.default_model import MODEL_ID, default_model_path
 from logra.rl.grpo import CHECKPOINTING, CheckedGRPOTrainer
@@ -280,16 +281,30 @@ def count_parameters(trainer: CheckedGRPOTrainer) -> dict[str, int]:
     return {"sketched": 0, "dense": dense, "frozen": total - dense}
 
 
-def publish_updates(config: TrainConfig, trainer: CheckedGRPOTrainer, folder: Path) -> None:
-    """Let a trainer of sketches put every update into a log; the baselines make none."""
+def publish_updates(
+    config: TrainConfig,
+    trainer: CheckedGRPOTrainer,
+    folder: Path,
+    *,
+    resumed: bool = False,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Let a trainer of sketches put every update into a log; the baselines make none.
+
+    Args:
+        config: the run.
+        trainer: its trainer.
+        folder: of the log.
+        resumed: the log may hold updates that the trainer is about to make again.
+        say: shows a line.
+    """
     if isinstance(trainer, GRPOTrainer):
-        publisher = Publisher(
-            DirectoryLog(folder),
-            trainer.sketch_optimizer,
-            base_model=config.model,
-            anchor_every=config.run.anchor_every,
-        )
-        trainer.publish_to(publisher)
+        settings: dict[str, Any] = {"base_model": config.model, "anchor_every": config.run.anchor_every}
+        log, optimizer = DirectoryLog(folder), trainer.sketch_optimizer
+        if resumed:
+            trainer.publish_to(ResumedPublisher(log, optimizer, say=say, **settings))
+        else:
+            trainer.publish_to(Publisher(log, optimizer, **settings))
 
 
 def trained_policy(trainer: CheckedGRPOTrainer) -> PreTrainedModel:

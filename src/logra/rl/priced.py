@@ -45,6 +45,16 @@ class PricedGRPOTrainer(CheckedGRPOTrainer):
             self._priced = PricedStep(optimizer, self._language_model, self._timed)
         return optimizer
 
+    def _own_state(self) -> dict[str, Any]:
+        assert self._priced is not None
+        return super()._own_state() | {"mismatch": self._mismatch, "priced": self._priced.state_dict()}
+
+    def _load_own_state(self, state: dict[str, Any]) -> None:
+        assert self._priced is not None
+        super()._load_own_state(state)
+        self._mismatch = state["mismatch"]
+        self._priced.load_state_dict(state["priced"])
+
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:

@@ -55,6 +55,14 @@ class PricedStep:
         self._probe = self.trust.make_probe(**tensors, generator=generator)
         self._mismatch = mismatch
 
+    def state_dict(self) -> dict[str, int]:
+        """What the next steps depend on besides the optimizer's own state."""
+        return {"num_steps": self._num_steps, "num_skipped": self.num_skipped}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Take over what `state_dict` returned."""
+        self._num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
+
     def _remember(self, *_: Any) -> None:
         parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
         self._before = {parameter: parameter.detach().clone() for parameter in parameters if parameter.grad is not None}

@@ -2,7 +2,9 @@
 
 import math
 import signal
-from collections.abc import Callable, Iterator
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -14,10 +16,36 @@ from logra.hashing import derive_key
 from logra.rl.display import Display
 from logra.rl.metrics import ROLLOUT_VERSION
 from logra.rl.rewards import completion_text
-from logra.rl.run_folder import RunFolder
+from logra.rl.run_folder import RunFolder, finite
 
 RENAMED = ("reward", "reward_std", "frac_reward_zero_std", "entropy", "step_time", "epoch", "total_flos")
 """TRL's metrics that are logged under a name of logra's, or mean nothing here."""
+
+
+class StepSummary:
+    """What the results of a run say of its steps, in the memory of a few numbers."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.version = 0
+        """Policy version after the last step."""
+        self._first: list[float] = []
+        self._last: deque[float] = deque(maxlen=3)
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        """Count one step, with the metrics as they are in metrics.jsonl."""
+        self.num_steps += 1
+        self.version = int(metrics.get("sync/version") or 0)
+        reward = metrics.get("reward/mean")
+        if reward is not None:
+            if len(self._first) < 3:
+                self._first.append(reward)
+            self._last.append(reward)
+
+    def mean_rewards(self) -> tuple[float | None, float | None]:
+        """Of the first and of the last three steps that have one."""
+        first, last = (math.fsum(values) / len(values) if values else None for values in (self._first, self._last))
+        return first, last
 
 
 class StepRecorder(TrainerCallback):
@@ -35,7 +63,7 @@ class StepRecorder(TrainerCallback):
         self._folder = folder
         self._display = display
         self._take_samples = take_samples
-        self.steps: list[dict[str, Any]] = []
+        self.summary = StepSummary()
 
     def on_log(
         self,
@@ -48,10 +76,10 @@ class StepRecorder(TrainerCallback):
         """Record a step; the summary that transformers logs at the end has no loss and is left out."""
         if logs is None or "loss" not in logs:
             return
-        metrics = {"step": state.global_step} | {
-            name: value for name, value in sorted(logs.items()) if name not in RENAMED
-        }
-        self.steps.append(metrics)
+        metrics = finite(
+            {"step": state.global_step} | {name: value for name, value in sorted(logs.items()) if name not in RENAMED}
+        )
+        self.summary.add(metrics)
         self._folder.add_metrics(metrics)
         # Baselines have no policy versions.
         version = {"policy_version": int(metrics[ROLLOUT_VERSION])} if ROLLOUT_VERSION in metrics else {}
@@ -80,7 +108,11 @@ class SeedEachStep(TrainerCallback):
 
 
 class StopOnInterrupt(TrainerCallback):
-    """Ctrl-C ends the run after the step that is running, so that no weight is left half updated; twice, at once."""
+    """Ctrl-C or SIGTERM ends the run after the step that is running, so that no weight is left half updated; a second one
+    ends it at once.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self, display: Display) -> None:
         self._display = display
@@ -93,19 +125,20 @@ class StopOnInterrupt(TrainerCallback):
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Handle SIGINT inside; only the main thread may, elsewhere Python's own handling stays."""
-        try:
-            previous = signal.signal(signal.SIGINT, self._on_signal)
-        except ValueError:
+        """Handle the signals inside; only the main thread may, elsewhere Python's own handling stays."""
+        if threading.current_thread() is not threading.main_thread():
             yield
             return
+        previous = {number: signal.signal(number, self._on_signal) for number in self.SIGNALS}
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, previous)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        self._display.say("Interrupted: stopping after this step. Press Ctrl-C again to stop at once.")
+        name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+        self._display.say(f"{name}: stopping after this step. A second one stops at once.")

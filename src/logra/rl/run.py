@@ -2,10 +2,9 @@
 
 Order: whatever can be wrong with the folder, the task and the settings is found before the model is loaded; a run that is
 to be replaced is removed when the trainer of the new one stands, and the configuration is written then; every step is on
-disk when the next begins; the trained model is on disk before it is scored.
+disk when the next begins, and checkpoints are written last of all; the trained model is on disk before it is scored.
 """
 
-import math
 import time
 import warnings
 from contextlib import suppress
@@ -16,7 +15,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from logra.errors import LograError
+from logra.checkpoint import CheckpointStore
+from logra.errors import CheckpointError, LograError
 from logra.rl.config import TrainConfig
 from logra.rl.display import Display, make_display
 from logra.rl.metrics import peak_memory_bytes
@@ -59,12 +59,13 @@ def train(config: TrainConfig, console: Console | None = None) -> Outcome:
     with warnings.catch_warnings():
         silence_libraries()
         task = _load_task(config)
-        folder = RunFolder(config.output_dir, overwrite=config.overwrite)
+        folder = RunFolder(config.output_dir, overwrite=config.overwrite, resume=config.resume is not None)
         _require_inputs_outside(config, folder)
-        try:
-            return _Run(config, task, folder, make_display(config.run.num_steps, console)).execute()
-        except KeyboardInterrupt as interrupt:
-            raise KeyboardInterrupt(folder.contents()) from interrupt
+        with folder.locked():
+            try:
+                return _Run(config, task, folder, make_display(config.run.num_steps, console)).execute()
+            except KeyboardInterrupt as interrupt:
+                raise KeyboardInterrupt(folder.contents()) from interrupt
 
 
 def _require_inputs_outside(config: TrainConfig, folder: RunFolder) -> None:
@@ -90,22 +91,26 @@ class _Run:
     """One run and its parts."""
 
     def __init__(self, config: TrainConfig, task: Task, folder: RunFolder, display: Display) -> None:
+        from logra.rl.checkpoints import SaveCheckpoints
         from logra.rl.memory_report import MemoryReport
         from logra.rl.methods import (
             build_diagnostics,
             build_trainer,
             load_model,
-            publish_updates,
             texts_to_spare,
             training_set,
             trl_arguments,
         )
+        from logra.rl.resume import find_origin, rows_digest
 
         self._config = config
         self._task = task
         self._folder = folder
         self._display = display
         arguments, dataset, texts = trl_arguments(config), training_set(task), texts_to_spare(config)
+        settings = config.checkpoints
+        store = CheckpointStore(folder.checkpoints, keep=settings.keep, max_bytes=settings.max_bytes)
+        self._origin = find_origin(config, folder, store, task)
         display.say(f"Loading {config.model}")
         model, self._tokenizer = load_model(config, task)
         self._trainer = build_trainer(
@@ -117,29 +122,95 @@ class _Run:
             arguments=arguments,
             diagnostics=build_diagnostics(config, self._tokenizer, texts),
         )
-        folder.create()
-        folder.write_config(config)
-        publish_updates(config, self._trainer, folder.updates)
+        self._require_space()
         self._recorder = StepRecorder(folder, display, self._samples)
         self._stopper = StopOnInterrupt(display)
         self._memory = MemoryReport(self._trainer, config.method, with_ledger=config.profile)
+        self._seconds = self._origin.run.get("train_s", 0.0)
+        self._before: float | None = None
+        self._start = time.perf_counter()
+        self._rows = rows_digest(task)
+        self._saver = None
+        if settings.every:
+            self._saver = SaveCheckpoints(
+                self._trainer,
+                store,
+                every=settings.every,
+                run_state=self._run_state,
+                stop_requested=lambda: self._stopper.requested,
+                say=display.say,
+            )
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make the folder that of this run: a new one, or the one that lies there, as it was at the checkpoint."""
+        from logra.rl.methods import publish_updates
+
+        origin, folder = self._origin, self._folder
+        for note in origin.notes:
+            self._display.say(note)
+        if not origin.continues:
+            folder.create()
+        folder.write_config(self._config)
+        publish_updates(self._config, self._trainer, folder.updates, resumed=origin.continues, say=self._display.say)
+        if origin.continues:
+            self._require_log(origin.run.get("version", 0))
+            for name in folder.reopen(origin.run.get("positions", dict.fromkeys(folder.positions(), 0))):
+                self._display.say(
+                    f"Warning: {name} is shorter than it was: steps before the checkpoint are missing from it"
+                )
+            for step in folder.steps():
+                self._recorder.summary.add(step)
+        if origin.state is not None:
+            self._trainer.resume_from(origin.state)
+
+    def _require_log(self, version: int) -> None:
+        """Refuse a log of updates that ends before the checkpoint: what follows would leave a gap in it."""
+        publisher = getattr(self._trainer, "publisher", None)
+        if publisher is not None and publisher.log.latest() < version:
+            raise CheckpointError(
+                f"resume: the checkpoint is at policy version {version}, but the log {str(self._folder.updates)!r} ends at "
+                f"{publisher.log.latest()}. Restore the log, or resume from an older checkpoint"
+            )
+
+    def _require_space(self) -> None:
+        from logra.rl.checkpoints import estimated_bytes
+
+        kept = self._config.checkpoints.keep + 1 if self._config.checkpoints.every else 0
+        model: Any = self._trainer.model
+        weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+        self._folder.require_space(weights + kept * estimated_bytes(self._trainer))
+
+    def _run_state(self) -> dict[str, Any]:
+        """What a checkpoint holds besides the trainer's state."""
+        return {
+            "rows_sha256": self._rows,
+            "positions": self._folder.positions(),
+            "version": getattr(getattr(self._trainer, "sketch_optimizer", None), "version", 0),
+            "heldout_before": self._before,
+            "train_s": self._seconds + time.perf_counter() - self._start,
+        }
 
     def execute(self) -> Outcome:
         """Evaluate, train, save, evaluate."""
         from logra.rl.methods import trained_policy
 
         self._introduce()
-        before = self._score(self._trainer.model)
-        if before is not None:
-            self._display.say(f"Held-out {self._task.score_name} before: {before:.3f}")
-        seconds, stopped_at_once = self._train(before)
+        if self._origin.state is None:
+            self._before = self._score(self._trainer.model)
+        else:
+            self._before = self._origin.run["heldout_before"]
+        if self._before is not None:
+            self._display.say(f"Held-out {self._task.score_name} before: {self._before:.3f}")
+        stopped_at_once = self._train()
         self._write_memory()
-        results = self._results(before, None, seconds)
+        results = self._results(None)
         if not stopped_at_once:
             policy = trained_policy(self._trainer)
             self._save(policy)
             self._folder.write_results(results)  # should the evaluation fail
-            results = self._results(before, self._score(policy), seconds)
+            if not self._stopper.requested:
+                results = self._results(self._score(policy))
         self._folder.write_results(results)
         self._conclude(results, saved=not stopped_at_once)
         return Outcome(self._folder.path, results, self._stopper.requested)
@@ -167,32 +238,40 @@ class _Run:
             max_new_tokens=self._config.rollout.max_new_tokens,
         )
 
-    def _train(self, before: float | None) -> tuple[float, bool]:
-        """Seconds of training, and whether it was stopped in the middle of a step.
-
-        Args:
-            before: held-out score, for the results of a training that fails.
-        """
+    def _train(self) -> bool:
+        """Train to the end, or until asked to stop. Returns whether it was stopped in the middle of a step."""
         from transformers import PrinterCallback
 
         self._trainer.remove_callback(PrinterCallback)
-        for callback in (SeedEachStep(self._config.run.seed), self._recorder, self._stopper, self._memory):
-            self._trainer.add_callback(callback)
-        start = time.perf_counter()
+        for callback in (SeedEachStep(self._config.run.seed), self._recorder, self._stopper, self._memory, self._saver):
+            if callback is not None:
+                self._trainer.add_callback(callback)
+        self._start = time.perf_counter()
         try:
             with self._stopper.installed(), self._display, self._memory.recording():
-                self._trainer.train()
+                self._run_steps()
         except KeyboardInterrupt:
             self._stopper.requested = True
-            return time.perf_counter() - start, True
+            return True
         except Exception:
             self._stopper.requested = True
             with suppress(LograError):  # the first error is the one to report
-                self._folder.write_results(self._results(before, None, time.perf_counter() - start))
+                self._folder.write_results(self._results(None))
             self._display.say(self._folder.contents())
-            self._say_how_to_rebuild()
+            self._say_how_to_go_on()
             raise
-        return time.perf_counter() - start, False
+        finally:
+            self._seconds += time.perf_counter() - self._start
+        return False
+
+    def _run_steps(self) -> None:
+        checkpoint, state = self._origin.checkpoint, self._origin.state
+        if checkpoint is None or state is None:
+            self._trainer.train()
+        elif checkpoint.step < self._config.run.num_steps:
+            self._trainer.train(resume_from_checkpoint=str(checkpoint.path))
+        else:
+            self._trainer.load_policy(state)
 
     def _write_memory(self) -> None:
         from logra.memory.table import profile_text
@@ -212,9 +291,10 @@ class _Run:
 
         self._folder.write_model(write)
 
-    def _results(self, before: float | None, after: float | None, seconds: float) -> dict[str, Any]:
-        rewards = [step["reward/mean"] for step in self._recorder.steps if step.get("reward/mean") is not None]
-        num_steps = len(self._recorder.steps)
+    def _results(self, after: float | None) -> dict[str, Any]:
+        summary = self._recorder.summary
+        first, last = summary.mean_rewards()
+        num_steps = summary.num_steps
         return {
             "method": self._config.method,
             "num_steps": num_steps,
@@ -223,13 +303,13 @@ class _Run:
                 "score": self._task.score_name,
                 "decoding": "greedy",
                 "num_problems": len(self._task.heldout),
-                "before": before,
+                "before": self._before,
                 "after": after,
             },
-            "mean_reward_first_3_steps": _mean(rewards[:3]),
-            "mean_reward_last_3_steps": _mean(rewards[-3:]),
-            "train_s": seconds,
-            "seconds_per_step": seconds / num_steps if num_steps else None,
+            "mean_reward_first_3_steps": first,
+            "mean_reward_last_3_steps": last,
+            "train_s": self._seconds,
+            "seconds_per_step": self._seconds / num_steps if num_steps else None,
             "peak_memory_bytes": peak_memory_bytes(self._trainer.accelerator.device),
         }
 
@@ -242,17 +322,20 @@ class _Run:
             )
         what = "Results and model" if saved else "Stopped in the middle of a step: no model was saved. Metrics"
         self._display.say(f"{what} lie in {self._folder.path}")
-        if not saved:
-            self._say_how_to_rebuild()
+        if self._stopper.requested:
+            self._say_how_to_go_on()
 
-    def _say_how_to_rebuild(self) -> None:
-        """Where there is a log of updates, the last step that ended is not lost."""
-        version = int(self._recorder.steps[-1].get("sync/version", 0)) if self._recorder.steps else 0
-        if version > 0:
+    def _say_how_to_go_on(self) -> None:
+        """Where there is a checkpoint the run can go on; where there is a log the last step that ended is not lost."""
+        saved = self._saver.last if self._saver is not None else None
+        checkpoint = saved or self._origin.checkpoint
+        if checkpoint is not None:
             self._display.say(
-                f"Weights of the last finished step: logra replay --run {self._folder.path} --step {version} --output OUT"
+                f"The checkpoint of step {checkpoint.step} is in {checkpoint.path}: the same command with --resume auto "
+                f"goes on from there"
             )
-
-
-def _mean(values: list[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
+        if self._recorder.summary.version > 0:
+            self._display.say(
+                f"Weights of the last finished step: logra replay --run {self._folder.path} "
+                f"--step {self._recorder.summary.version} --output OUT"
+            )

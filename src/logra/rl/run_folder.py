@@ -4,6 +4,7 @@ config.yaml      everything resolved, and the versions of what it ran with; --co
 metrics.jsonl    one object per step
 samples.jsonl    a few completions of every step, with prompt and reward
 updates/         the log of all updates: with the base model, the weights of every step (methods logra and paper)
+checkpoints/     what --resume continues from, see `logra.checkpoint`
 model/           the trained model, for AutoModelForCausalLM.from_pretrained
 memory.json      bytes by category, see docs/memory.md
 results.json     held-out score before and after, mean rewards, seconds, peak memory
@@ -25,6 +26,7 @@ from typing import Any
 import yaml
 from safetensors import SafetensorError
 
+from logra.checkpoint.store import TEMPORARY_PREFIX, fsync, replace_text
 from logra.errors import ConfigError, LograError
 from logra.rl.config import TrainConfig, to_dict
 
@@ -32,23 +34,26 @@ VERSIONED_PACKAGES = ("logra", "torch", "transformers", "trl", "peft", "accelera
 
 
 class RunFolder:
-    """The folder of a run. Built, it has tried to write and left nothing; `create` makes room for the run and begins it.
+    """The folder of a run. Built, it has tried to write and left nothing; `create` makes room for the run and begins it,
+    `reopen` continues the one that lies there.
 
     Args:
         path: the folder.
         overwrite: replace the run that lies there, when `create` is called.
+        resume: allow a run to lie there.
 
     Raises:
         ConfigError: the folder holds a run and `overwrite` is off, it holds files that are not a run's, or it cannot be
             written.
     """
 
-    def __init__(self, path: str | Path, *, overwrite: bool = False) -> None:
+    def __init__(self, path: str | Path, *, overwrite: bool = False, resume: bool = False) -> None:
         self.path = Path(path)
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.samples = self.path / "samples.jsonl"
         self.updates = self.path / "updates"
+        self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
         self.memory = self.path / "memory.json"
         self.results = self.path / "results.json"
@@ -62,7 +67,7 @@ class RunFolder:
         except OSError as error:
             raise ConfigError(f"output_dir={str(self.path)!r} cannot be written to: {error}") from error
         if self.path.is_dir() and any(self.path.iterdir()):
-            self._require_replaceable(overwrite)
+            self._require_replaceable(overwrite or resume)
 
     def _require_writable(self) -> None:
         existing = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
@@ -88,15 +93,15 @@ class RunFolder:
             )
         if not overwrite:
             raise ConfigError(
-                f"output_dir={str(self.path)!r}: the folder holds another run. Choose another folder, or replace that "
-                f"run with --overwrite."
+                f"output_dir={str(self.path)!r}: the folder holds another run. Choose another folder, continue that run "
+                f"with --resume auto, or replace it with --overwrite."
             )
 
     @property
     def _parts(self) -> tuple[Path, ...]:
         """What a run writes, and what replacing it removes: whatever else was put here stays."""
         files = (self.config, self.metrics, self.samples, self.memory, self.results, self.report)
-        return (*files, self.updates, self.model, self._unfinished_model)
+        return (*files, self.updates, self.checkpoints, self.model, self._unfinished_model)
 
     def require_outside(self, field: str, source: str | Path) -> None:
         """Refuse an input of the run that `create` would remove.
@@ -131,6 +136,97 @@ class RunFolder:
             raise ConfigError(f"output_dir={str(self.path)!r}: {error}") from error
         self._is_created = True
 
+    @property
+    def holds_run(self) -> bool:
+        """Whether a run has begun here: its configuration is written before its first step."""
+        return self.config.is_file()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Inside, no other process trains in this folder. The system releases the lock when its holder dies.
+
+        Raises:
+            ConfigError: another one does.
+        """
+        import fcntl
+
+        missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        self.path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(
+                    f"output_dir={str(self.path)!r}: another process is training here. Stop it, or choose another folder."
+                ) from error
+            yield
+        finally:
+            os.close(descriptor)
+            for folder in missing:  # a run that never began leaves no empty folder
+                with suppress(OSError):
+                    folder.rmdir()
+
+    def require_space(self, num_bytes: int) -> None:
+        """Refuse a disk that cannot hold what the run writes.
+
+        Args:
+            num_bytes: that are needed at least.
+
+        Raises:
+            ConfigError: less is free.
+        """
+        existing = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
+        free = shutil.disk_usage(existing).free
+        if free < num_bytes:
+            raise ConfigError(
+                f"output_dir={str(self.path)!r}: {free / 2**30:.2f} GiB are free, but the trained model and the checkpoints "
+                f"take about {num_bytes / 2**30:.2f} GiB. Free some space, choose another disk, or set checkpoints.keep=1 "
+                f"or checkpoints.every=0."
+            )
+
+    def positions(self) -> dict[str, int]:
+        """Sizes of the files that grow with every step, bytes; durable up to there."""
+        sizes = {}
+        for path in (self.metrics, self.samples):
+            sizes[path.name] = path.stat().st_size if path.exists() else 0
+            if path.exists():
+                fsync(path)
+        return sizes
+
+    def reopen(self, positions: Mapping[str, int]) -> list[str]:
+        """Continue the run that lies here: cut its files back to what they held, and remove its results.
+
+        Args:
+            positions: from `positions`.
+
+        Returns:
+            Names of the files that are shorter than they were, so that steps before are missing from them.
+
+        Raises:
+            LograError: the disk does not allow it.
+        """
+        short = []
+        with _writing(self.path):
+            for path in (self.metrics, self.samples):
+                size = path.stat().st_size if path.exists() else 0
+                if size < positions[path.name]:
+                    short.append(path.name)
+                elif size > positions[path.name]:
+                    os.truncate(path, positions[path.name])
+            self.results.unlink(missing_ok=True)
+            for leftover in self.path.glob(TEMPORARY_PREFIX + "[0-9a-f]" * 16):  # of a process that was killed
+                leftover.unlink()
+        self._is_created = True
+        return short
+
+    def steps(self) -> Iterator[dict[str, Any]]:
+        """The metrics of the steps so far."""
+        if self.metrics.exists():
+            with self.metrics.open(encoding="utf-8") as file:
+                for line in file:
+                    yield json.loads(line)
+
     def contents(self) -> str:
         """What of this run is on disk, in a sentence."""
         found = [part.name for part in self._parts if part.exists() and part != self._unfinished_model]
@@ -149,6 +245,8 @@ class RunFolder:
         try:
             with _writing(self.model):
                 write(self._unfinished_model)
+                if self.model.exists():  # of a run that was resumed: it is old, and the checkpoints have all of it
+                    shutil.rmtree(self.model)
                 self._unfinished_model.rename(self.model)
         finally:
             shutil.rmtree(self._unfinished_model, ignore_errors=True)
@@ -157,7 +255,7 @@ class RunFolder:
         """Write the resolved configuration and the versions it runs with."""
         content = to_dict(config) | {"versions": versions()}
         with _writing(self.config):
-            self.config.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+            replace_text(self.config, yaml.safe_dump(content, sort_keys=False))
 
     def add_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Append one step's metrics."""
@@ -170,12 +268,12 @@ class RunFolder:
     def write_memory(self, content: Mapping[str, Any]) -> None:
         """Write what the run held in memory."""
         with _writing(self.memory):
-            self.memory.write_text(json.dumps(_finite(content), indent=2) + "\n", encoding="utf-8")
+            self.memory.write_text(json.dumps(finite(content), indent=2) + "\n", encoding="utf-8")
 
     def write_results(self, results: Mapping[str, Any]) -> None:
         """Write the results of the run."""
         with _writing(self.results):
-            self.results.write_text(json.dumps(_finite(results), indent=2) + "\n", encoding="utf-8")
+            replace_text(self.results, json.dumps(finite(results), indent=2) + "\n")
 
 
 def versions() -> dict[str, str]:
@@ -201,15 +299,15 @@ def _writing(path: Path) -> Iterator[None]:
 def _append(path: Path, record: Mapping[str, Any]) -> None:
     """Append one line and flush it: what is in the file survives an interruption."""
     with _writing(path), path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(_finite(record), ensure_ascii=False) + "\n")
+        file.write(json.dumps(finite(record), ensure_ascii=False) + "\n")
 
 
-def _finite(value: Any) -> Any:
-    """`value` with null for NaN and infinities, which JSON does not have."""
+def finite(value: Any) -> Any:
+    """`value` with None for NaN and infinities, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value

@@ -117,6 +117,11 @@ class GRPOTrainer(CheckedGRPOTrainer):
         """
         self._publisher = publisher
 
+    @property
+    def publisher(self) -> Publisher | None:
+        """Of the log that updates go to; None without one."""
+        return self._publisher
+
     def _what_to_follow(self) -> tuple[SketchOptimizer, UpdateLog | None]:
         """The optimizer, and the log of its updates where there is one."""
         self.create_optimizer()
@@ -133,6 +138,15 @@ class GRPOTrainer(CheckedGRPOTrainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Tensor | None:
         # None keeps transformers from logging the norm of the few `.grad`s; `_add_step_totals` logs the real one.
         return None
+
+    # --- what a checkpoint holds besides, see `logra.rl.resumable` ---
+
+    def _own_state(self) -> dict[str, Any]:
+        return super()._own_state() | {"mismatch": self._mismatch}
+
+    def _load_own_state(self, state: dict[str, Any]) -> None:
+        super()._load_own_state(state)
+        self._mismatch = state["mismatch"]
 
     # --- the step ---
 

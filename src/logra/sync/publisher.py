@@ -3,6 +3,7 @@
 import time
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from logra.errors import SyncError
@@ -25,6 +26,8 @@ class Publisher:
         digest_every: add the digest of all weights to every update whose version is a multiple; 0 never. None is 10 with
             an optimizer and 0 without. A digest reads every weight once.
         anchor_every: store full weights at every version that is a multiple; 0 never.
+        repeats: the optimizer is, or will be, that of an earlier version than the log ends at: a run that was resumed.
+            Updates that the log has already are compared with it.
 
     Raises:
         SyncError: digests or anchors without an optimizer, a log that cannot hold anchors, or a log that ends at another
@@ -45,6 +48,7 @@ class Publisher:
         revision: str | None = None,
         digest_every: int | None = None,
         anchor_every: int = 0,
+        repeats: bool = False,
     ) -> None:
         if digest_every is None:
             digest_every = 0 if optimizer is None else 10
@@ -57,6 +61,7 @@ class Publisher:
             raise SyncError(f"Publisher: anchor_every={anchor_every}, but a {type(log).__name__} holds no anchors")
         self.log = log
         self._optimizer = optimizer
+        self._repeats = repeats
         self._digest_every = digest_every
         self._anchor_every = anchor_every
         self._base = BaseModel(model=base_model, revision=revision)
@@ -96,6 +101,18 @@ class Publisher:
         }
         return update
 
+    @property
+    def optimizer(self) -> PolicyOptimizer | None:
+        """The optimizer that this publisher was built with."""
+        return self._optimizer
+
+    def holds(self, update: PolicyUpdate) -> bool:
+        """Whether the log has this update, content and all."""
+        version = update.version
+        if version > self.log.latest():
+            return False
+        return next(iter(self.log.read_since(version - 1))).digest == self._stamped(update).digest
+
     def metrics(self) -> dict[str, float]:
         """Of the last update: sync/bytes, sync/seconds (digest, append and anchor) and sync/version."""
         return dict(self._metrics)
@@ -113,7 +130,7 @@ class Publisher:
             self.log.start(
                 Manifest(run_id=new_run_id(), weight_storage=config.weight_storage, seed=config.seed, base=base)
             )
-        elif self.log.latest() != optimizer.version:
+        elif self.log.latest() < optimizer.version or (self.log.latest() > optimizer.version and not self._repeats):
             raise SyncError(
                 f"Publisher: the log is at version {self.log.latest()}, the optimizer at {optimizer.version}. Resume from "
                 f"the weights of version {self.log.latest()}, or start a log in a new folder"
@@ -152,6 +169,29 @@ def optimizer_layout(optimizer: PolicyOptimizer) -> dict[str, Placement]:
         if low is not None:
             layout[target.fqn].pieces[0].lo = low.T if target.transposed else low
     return layout
+
+
+def whole_update(optimizer: PolicyOptimizer) -> PolicyUpdate:
+    """The update that leads to the optimizer's version from any weights: all that may change, as they are.
+
+    For a run that returns to earlier weights, which no low-rank update can undo exactly. Its packet is as large as the
+    weights.
+    """
+    layout = optimizer_layout(optimizer)
+    tensors = {
+        # In the orientation that the module stores.
+        name: (value.T if layout[name].transposed else value).clone(memory_format=torch.contiguous_format)
+        for name, value in changeable_weights(optimizer).items()
+    }
+    return PolicyUpdate(
+        base_version=optimizer.version - 1,
+        version=optimizer.version,
+        seed=optimizer.config.seed,
+        update_index=optimizer.version - 1,
+        weights={},
+        tensors=tensors,
+        weight_storage=optimizer.config.weight_storage,
+    )
 
 
 def changeable_weights(optimizer: PolicyOptimizer) -> dict[str, Tensor]:

@@ -1,0 +1,136 @@
+"""Where a run continues: which checkpoint, and whether it is the same run.
+
+A run is the same if its settings are, except those that only decide how long it is, what it keeps and what it shows. The
+rows of the task are compared by digest, versions of the packages by name.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from logra.checkpoint import Checkpoint, CheckpointStore
+from logra.errors import CheckpointError, ConfigError
+from logra.rl.checkpoints import RUN
+from logra.rl.config import TrainConfig, to_dict
+from logra.rl.run_folder import RunFolder, versions
+from logra.rl.tasks import Task
+
+MAY_DIFFER = (
+    "output_dir", "overwrite", "resume", "checkpoints", "run.num_steps", "run.num_threads", "run.num_logged_samples",
+    "run.report_to", "run.anchor_every", "rollout.server_url", "profile", "versions",
+)  # fmt: skip
+"""Settings that may change when a run is resumed; a group stands for all its settings."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a run starts from.
+
+    Attributes:
+        continues: a run lies in the folder, and this one is its continuation.
+        checkpoint: to continue from; None begins with the first step.
+        state: what the checkpoint holds.
+        notes: what the user should know.
+    """
+
+    continues: bool = False
+    checkpoint: Checkpoint | None = None
+    state: dict[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def run(self) -> dict[str, Any]:
+        """What the run, not the trainer, put into the state."""
+        return {} if self.state is None else self.state[RUN]
+
+
+def find_origin(config: TrainConfig, folder: RunFolder, store: CheckpointStore, task: Task) -> Origin:
+    """What `config.resume` asks for.
+
+    Raises:
+        ConfigError: other settings or other rows than those of the run, or a path that is no checkpoint of it.
+        CheckpointError: the checkpoint that was named is damaged.
+    """
+    if config.resume is None:
+        return Origin()
+    if not folder.holds_run:
+        if config.resume != "auto":
+            raise ConfigError(f"resume={config.resume!r}: output_dir={config.output_dir!r} holds no run to continue")
+        return Origin()
+    notes = _require_same_run(config, folder)
+    checkpoint = _choose(config.resume, folder, store, notes)
+    if checkpoint is None:
+        return Origin(continues=True, notes=[*notes, f"No complete checkpoint in {store.folder}: starting at step 0"])
+    state = store.read(checkpoint)
+    if state[RUN]["rows_sha256"] != rows_digest(task):
+        raise ConfigError(
+            f"task={config.task!r}: its rows are not those that the run in {str(folder.path)!r} trained on"
+        )
+    notes.append(f"Resuming from {checkpoint.path}: {checkpoint.step} of {config.run.num_steps} steps are done")
+    return Origin(True, checkpoint, state, notes)
+
+
+def rows_digest(task: Task) -> str:
+    """Digest of the rows to train on, in their order."""
+    digest = hashlib.sha256()
+    for row in task.train:
+        digest.update(json.dumps(row, sort_keys=True, default=repr).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _choose(resume: str, folder: RunFolder, store: CheckpointStore, notes: list[str]) -> Checkpoint | None:
+    if resume == "auto":
+        checkpoint, damaged = store.newest()
+        notes += [f"Warning: checkpoint {name} is ignored: {what}" for name, what in damaged.items()]
+        return checkpoint
+    try:
+        checkpoint = store.find(resume)
+    except CheckpointError as error:
+        raise ConfigError(f"resume={resume!r}: {error}. --resume auto takes the newest complete checkpoint") from error
+    moved = store.set_aside_after(checkpoint.step)
+    if moved:
+        notes.append(f"Later checkpoints were renamed, delete them if you like: {', '.join(moved)} in {store.folder}")
+    return checkpoint
+
+
+def _require_same_run(config: TrainConfig, folder: RunFolder) -> list[str]:
+    """Refuse other settings; what differs in the versions of packages is returned as notes."""
+    try:
+        found = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
+        saved = dict(_flat(found))
+    except (OSError, yaml.YAMLError, AttributeError) as error:
+        raise ConfigError(f"resume: {str(folder.config)!r} cannot be read: {error}") from error
+    present = dict(_flat(yaml.safe_load(yaml.safe_dump(to_dict(config)))))
+    differing = [
+        f"{name}={present[name]!r} (in the run {saved[name]!r})"
+        for name in present.keys() & saved.keys()
+        if present[name] != saved[name] and not _may_differ(name)
+    ]
+    if differing:
+        raise ConfigError(
+            f"resume={config.resume!r}: the run in {str(folder.path)!r} has other settings: {', '.join(sorted(differing))}. "
+            f"Give the same ones (--config {folder.config} does), or choose another output_dir"
+        )
+    old = found.get("versions", {})
+    changed = [f"{name} {old[name]} -> {new}" for name, new in versions().items() if name in old and old[name] != new]
+    note = (
+        "Warning: versions have changed, so the steps to come may differ in their last bits from an uninterrupted run: "
+    )
+    return [note + ", ".join(changed)] if changed else []
+
+
+def _may_differ(name: str) -> bool:
+    return any(name == allowed or name.startswith(f"{allowed}.") for allowed in MAY_DIFFER)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of nested groups, by dotted names."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

@@ -2,8 +2,13 @@
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+# Examples have no deadline of their own: on a busy machine it fails at random, and tests have a timeout.
+settings.register_profile("logra", deadline=None)
+settings.load_profile("logra")
 
 
 class Block(nn.Module):

@@ -12,7 +12,7 @@ import logra
 ROOT = Path(logra.__file__).parent
 LEVELS = {
     "update": 0, "errors": 0, "hashing": 0, "distributed": 0, "contracts": 0, "rounding": 0, "packet": 0,
-    "sign_factor": 0, "storage": 0, "shards": 0,
+    "sign_factor": 0, "storage": 0, "shards": 0, "tensor_delta": 0,
     "phases": 0,
     "sketch": 1, "memory": 1,
     "optim": 2, "trust": 2, "sync": 2, "checkpoint": 2,

@@ -21,6 +21,7 @@ from torch import Tensor
 from logra import packet
 from logra.errors import LograError, PacketError
 from logra.rounding import MAX_EXPONENT, MIN_EXPONENT, QMAX
+from logra.tensor_delta import TensorDelta
 from logra.update import LowRankUpdate, PolicyUpdate, SignFactor
 
 # Where the payload size, the digest and the compressed payload start, from the table in the docstring of `packet`.
@@ -67,6 +68,7 @@ def make_update() -> PolicyUpdate:
         run_id="run-7",
         weights_digest="0123456789abcdef" * 4,
         weight_storage="split32",
+        deltas={"norm.bias": TensorDelta(torch.float32, torch.tensor([[3, -1, 0], [70000, -(2**31), 2]]).int())},
     )
 
 
@@ -79,6 +81,10 @@ def assert_same(actual: PolicyUpdate, expected: PolicyUpdate) -> None:
         assert getattr(actual, name) == getattr(expected, name)
     assert actual.weights.keys() == expected.weights.keys()
     assert actual.tensors.keys() == expected.tensors.keys()
+    assert actual.deltas.keys() == expected.deltas.keys()
+    for name, delta in actual.deltas.items():
+        assert delta.dtype == expected.deltas[name].dtype
+        assert torch.equal(delta.difference, expected.deltas[name].difference)
     for name, weight in actual.weights.items():
         for field, value in vars(weight).items():
             other = vars(expected.weights[name])[field]
@@ -161,7 +167,7 @@ def test_the_layout_is_the_documented_one():
     data = update.to_bytes()
     magic, format_version, *numbers = struct.unpack_from("<8sIQQQQQ", data)
     payload = zstandard.ZstdDecompressor().decompress(data[BODY_AT:-HASH_BYTES])
-    assert (magic, format_version) == (b"LOGRAUPD", 1)
+    assert (magic, format_version) == (b"LOGRAUPD", 2)
     assert numbers == [41, 42, 7, 40, len(payload)]
     assert data[DIGEST_AT:BODY_AT] == hashlib.sha256(data[:DIGEST_AT] + payload).digest()
     assert data[DIGEST_AT:BODY_AT].hex() == update.digest
@@ -183,7 +189,8 @@ def test_digest_depends_on_the_content_only():
         replace(update, weights_digest=None),
         replace(update, weight_storage="fp32"),
         replace(update, tensors={"norm.weight": update.tensors["norm.weight"] + 1}),
-        replace(update, tensors={"norm.bias": update.tensors["norm.weight"]}),
+        replace(update, tensors={"norm.extra": update.tensors["norm.weight"]}),
+        replace(update, deltas={}),
         replace(update, weights={**update.weights, "layers.1.q_proj.weight": replace(weight, decay=0.5)}),
         replace(
             update,
@@ -254,7 +261,7 @@ def seal(prefix: bytes, payload: bytes, body: bytes | None = None) -> bytes:
 
 
 def forge_payload(payload: bytes, **fields: int) -> bytes:
-    numbers = {"format": 1, "base": 41, "version": 42, "seed": 7, "index": 40, "size": len(payload), **fields}
+    numbers = {"format": 2, "base": 41, "version": 42, "seed": 7, "index": 40, "size": len(payload), **fields}
     return seal(struct.pack("<8sIQQQQQ", b"LOGRAUPD", *numbers.values()), payload)
 
 
@@ -280,7 +287,7 @@ def test_forging_is_faithful():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"format": 2}, "format version is 2"),
+        ({"format": 1}, "format version is 1"),
         ({"format": 0}, "format version is 0"),
         ({"version": 43}, r"version is 43; allowed is base_version \+ 1"),
         ({"seed": 2**63}, "seed is 9223372036854775808"),
@@ -336,12 +343,12 @@ def nested(depth: int) -> str:
         "{",
         "[]",
         "null",
-        '{"weights":[],"tensors":[],' + REST,
-        '{"weights":{},"tensors":["norm.weight"],' + REST,
-        '{"weights":[],"tensors":[1],' + REST,
-        '{"weights":[null],"tensors":[],' + REST,
-        '{"weights":[],"tensors":[],"more":1,' + REST,
-        '{"weights":' + "9" * 5000 + ',"tensors":[],' + REST,
+        '{"weights":[],"tensors":[],"deltas":[],' + REST,
+        '{"weights":{},"tensors":["norm.weight"],"deltas":[],' + REST,
+        '{"weights":[],"tensors":[1],"deltas":[],' + REST,
+        '{"weights":[null],"tensors":[],"deltas":[],' + REST,
+        '{"weights":[],"tensors":[],"deltas":[],"more":1,' + REST,
+        '{"weights":' + "9" * 5000 + ',"tensors":[],"deltas":[],' + REST,
         nested(100_000),
     ],
 )

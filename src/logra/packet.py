@@ -2,7 +2,7 @@
 
     offset  size  field (integers little-endian, unsigned)
          0     8  magic "LOGRAUPD"
-         8     4  format version, 1
+         8     4  format version, 2
         12     8  base_version
         20     8  version
         28     8  seed
@@ -20,7 +20,8 @@ describes them. Weight number i (in the order of the sorted names) owns
                                        two's complement; a missing last element is 0
     w{i}.exponent_out, .exponent_in    int8, which always fits, since exponents lie in [-60, 50]
 
-and changed tensor number i owns t{i}, of any real dtype that safetensors holds, bit for bit. The description also holds
+changed tensor number i owns t{i}, of any real dtype that safetensors holds, bit for bit, and delta number i owns d{i}, the
+byte planes of `logra.tensor_delta`. The description also holds
 the run id, the merge rule and, where the publisher computed it, the digest of all weights after the update.
 docs/sync.md has all of this field by field, for whoever writes a reader.
 
@@ -43,9 +44,10 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from logra.errors import LograError, PacketError
+from logra.tensor_delta import DELTA_DTYPES, TensorDelta
 from logra.update import LowRankUpdate, PolicyUpdate, SignFactor
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 # Largest payload that `decode` unpacks. A 4-bit update of 70B parameters at rank 32 takes about 0.2 GiB.
 MAX_PAYLOAD_BYTES = 2**34
 
@@ -59,10 +61,12 @@ _WEIGHT_FIELDS = {"name": str, "shape": list, "rank": int, "factor_bits": int, "
 _DESCRIPTION_FIELDS = {
     "weights": list,
     "tensors": list,
+    "deltas": list,
     "run_id": str,
     "weights_digest": str | None,
     "weight_storage": str,
 }
+_DELTA_FIELDS = {"name": str, "dtype": str}
 _SIGN_FIELDS = {"seed": int, "update_index": int, "name": str, "side": str}
 _FLOAT_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
 _SIGNED_DTYPES = {torch.int64, torch.int32, torch.int16, torch.int8}
@@ -115,12 +119,15 @@ def decode(data: bytes, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> Policy
         raise PacketError(f"packet: the payload is not a safetensors container ({error})") from error
     description = _description(payload)
     weight_records, tensor_names = description.pop("weights"), description.pop("tensors")
+    delta_records = description.pop("deltas")
     try:
         weights = dict(_decode_weight(index, record, tensors) for index, record in enumerate(weight_records))
         others = {name: _take(tensors, f"t{index}", None) for index, name in enumerate(tensor_names)}
-        if tensors or len(weights) < len(weight_records) or len(others) < len(tensor_names):
+        deltas = dict(_decode_delta(index, record, tensors) for index, record in enumerate(delta_records))
+        counts = [(weights, weight_records), (others, tensor_names), (deltas, delta_records)]
+        if tensors or any(len(found) < len(listed) for found, listed in counts):
             raise PacketError(f"packet: names occur twice, or tensors {sorted(tensors)} belong to no name")
-        update = PolicyUpdate(base_version, version, seed, update_index, weights, others, **description)
+        update = PolicyUpdate(base_version, version, seed, update_index, weights, others, deltas=deltas, **description)
     except PacketError:
         raise
     except LograError as error:
@@ -154,9 +161,14 @@ def _content(update: PolicyUpdate) -> tuple[bytes, bytes]:
     tensor_names = sorted(update.tensors)
     for index, name in enumerate(tensor_names):
         tensors[f"t{index}"] = _plain(name, update.tensors[name])
+    delta_records = []
+    for index, (name, delta) in enumerate(sorted(update.deltas.items())):
+        tensors[f"d{index}"] = delta.planes()
+        delta_records.append({"name": name, "dtype": str(delta.dtype).removeprefix("torch.")})
     fields = {
         "weights": weight_records,
         "tensors": tensor_names,
+        "deltas": delta_records,
         "run_id": update.run_id,
         "weights_digest": update.weights_digest,
         "weight_storage": update.weight_storage,
@@ -266,6 +278,13 @@ def _decode_weight(index: int, record: Any, tensors: dict[str, Tensor]) -> tuple
         (num_out, num_in), rank, bits, factors["out"], factors["in"], exponent_out, exponent_in, signs, fields["decay"]
     )
     return fields["name"], weight
+
+
+def _decode_delta(index: int, record: Any, tensors: dict[str, Tensor]) -> tuple[str, TensorDelta]:
+    fields = _fields(f"deltas[{index}]", record, _DELTA_FIELDS)
+    if fields["dtype"] not in DELTA_DTYPES:
+        raise PacketError(f"packet: deltas[{index}].dtype is {fields['dtype']!r:.40}; allowed are {list(DELTA_DTYPES)}")
+    return fields["name"], TensorDelta.from_planes(DELTA_DTYPES[fields["dtype"]], _take(tensors, f"d{index}", None))
 
 
 def _take_factor(tensors: dict[str, Tensor], name: str, shape: tuple[int, int], factor_bits: int) -> Tensor:

@@ -26,6 +26,7 @@ from logra.errors import LograError, PacketError
 from logra.hashing import Range, check_range, derive_key
 from logra.rounding import MAX_EXPONENT, MIN_EXPONENT, powers_of_two, qmax_of, round_slices
 from logra.sign_factor import SignFactor
+from logra.tensor_delta import TensorDelta
 
 MAX_RANK = 1024
 _BLOCK_ELEMENTS = 2**20  # 4 MiB of fp32: what a merge holds besides the weight
@@ -248,6 +249,8 @@ class PolicyUpdate:
             not computed.
         weight_storage: "fp32" or "split32": the merge rule. With "split32" every merged weight goes through
             `storage.nudge_ties`, whatever storage a replica has.
+        deltas: {fully qualified name: TensorDelta} of other tensors that changed and whose old value is known to whoever
+            has version `base_version`. A `Publisher` makes them from `tensors`.
 
     Raises:
         LograError: a field with a value that is not allowed.
@@ -262,6 +265,7 @@ class PolicyUpdate:
     run_id: str = ""
     weights_digest: str | None = None
     weight_storage: str = "fp32"
+    deltas: Mapping[str, TensorDelta] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("base_version", "version", "seed", "update_index"):
@@ -272,17 +276,19 @@ class PolicyUpdate:
             raise LograError(
                 f"PolicyUpdate.version is {self.version}; allowed is base_version + 1 = {self.base_version + 1}"
             )
-        shared = self.weights.keys() & self.tensors.keys()
-        if shared:
-            raise LograError(
-                f"PolicyUpdate: {sorted(shared)} are both in weights and in tensors; allowed is one of them"
-            )
+        if len(self.names) < len(self.weights) + len(self.tensors) + len(self.deltas):
+            raise LograError("PolicyUpdate: a name is in two of weights, tensors and deltas; allowed is one of them")
         for name, pattern in _TEXT_FIELDS.items():
             value = getattr(self, name)
             if value is None and name == "weights_digest":
                 continue
             if not isinstance(value, str) or not re.fullmatch(pattern, value):
                 raise LograError(f"PolicyUpdate.{name} is {value!r:.140}; allowed is {pattern}")
+
+    @property
+    def names(self) -> set[str]:
+        """The fully qualified names of everything that changes."""
+        return {*self.weights, *self.tensors, *self.deltas}
 
     # The codec builds these classes, so it is imported inside the methods: at import time `packet` depends on `update`.
     @cached_property

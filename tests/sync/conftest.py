@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from logra.hashing import derive_key
 from logra.sync import BaseModel, Manifest, Piece, Placement, Replica, fused_rows, module_layout
 from logra.sync.layout import weights_digest
+from logra.tensor_delta import TensorDelta
 from logra.update import LowRankUpdate, PolicyUpdate, SignFactor, round_factors
 
 RUN_ID = "run-under-test"
@@ -108,14 +109,20 @@ class Run:
             merged = decayed - reference_change(weights[name])
             merged = reference_nudge(merged) if self.storage == "split32" else merged
             after[name] = torch.from_numpy(merged.copy())
-        tensors = {}
+        tensors, deltas = {}, {}
         if step % 2:
-            tensors["norm.weight"] = (after["norm.weight"] + 0.01 * step).to(self.base["norm.weight"].dtype)
-            after["norm.weight"] = tensors["norm.weight"].float()
+            old = after["norm.weight"].to(self.base["norm.weight"].dtype)
+            value = (after["norm.weight"] + 0.01 * step).to(old.dtype)
+            after["norm.weight"] = value.float()
+            # As a publisher does: the value first, deltas from then on.
+            if step == 1:
+                tensors["norm.weight"] = value
+            else:
+                deltas["norm.weight"] = TensorDelta.between(old, value)
         self.weights.append(after)
         digest = digest_of(after) if digest_every and (step + 1) % digest_every == 0 else None
         self.updates.append(
-            PolicyUpdate(step, step + 1, self.seed, step, weights, tensors, RUN_ID, digest, self.storage)
+            PolicyUpdate(step, step + 1, self.seed, step, weights, tensors, RUN_ID, digest, self.storage, deltas)
         )
 
 

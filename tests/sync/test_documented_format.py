@@ -56,7 +56,7 @@ def factor(tensors, entry, index: int, side: str, shape: tuple[int, int]) -> np.
 def read_packet(data: bytes) -> tuple[dict, dict, tuple]:
     assert data[:8] == b"LOGRAUPD"
     version_of_format, *numbers, size = struct.unpack_from("<IQQQQQ", data, 8)
-    assert version_of_format == 1
+    assert version_of_format == 2
     assert hashlib.sha256(data[:-32]).digest() == data[-32:]
     payload = zstandard.ZstdDecompressor().decompress(data[84:-32])
     assert len(payload) == size
@@ -86,6 +86,22 @@ def merge(weight: np.ndarray, tensors, entry, index: int, *, nudge: bool) -> np.
     return bits.view(np.float32)
 
 
+def move(weight: np.ndarray, planes: np.ndarray, dtype: str) -> np.ndarray:
+    """A tensor after a delta. A bf16 value is the upper half of the fp32 value that stands for it here."""
+    bits = weight.view(np.uint32) if dtype == "float32" else (weight.view(np.uint32) >> 16).astype(np.uint16)
+    width = 8 * bits.itemsize
+    moved = []
+    for old, *column in zip(bits.ravel().tolist(), *planes.reshape(len(planes), -1).tolist(), strict=True):
+        zigzag = sum(byte << 8 * k for k, byte in enumerate(column))
+        step = zigzag >> 1 if zigzag % 2 == 0 else -(zigzag + 1 >> 1)
+        flip = 2 ** (width - 1) - 1
+        number = old if old < 2 ** (width - 1) else (old ^ flip) - 2**width
+        number = (number + step) % 2**width
+        moved.append(number if number < 2 ** (width - 1) else number ^ flip)
+    new = np.array(moved, dtype=np.uint32) << (32 - width)
+    return new.astype(np.uint32).view(np.float32).reshape(weight.shape)
+
+
 def digest(weights: dict[str, np.ndarray]) -> str:
     hasher = hashlib.sha256(b"LOGRAWTS")
 
@@ -112,7 +128,7 @@ def test_the_page_is_enough_to_follow_a_run(run, log):
     assert (manifest["format"], manifest["run_id"]) == ("logra-update-log", run.manifest.run_id)
     weights = {name: value.numpy().copy() for name, value in run.weights[0].items()}
     assert digest(weights) == manifest["base"]["digest"]
-    num_digests = 0
+    num_digests = num_deltas = 0
     for version in range(1, 7):
         description, tensors, numbers = read_packet((log.path / f"{version:012d}.update").read_bytes())
         assert numbers == (version - 1, version, manifest["seed"], version - 1)
@@ -123,10 +139,13 @@ def test_the_page_is_enough_to_follow_a_run(run, log):
         for index, name in enumerate(description["tensors"]):
             value = tensors[f"t{index}"]
             weights[name] = value.astype(np.float32)
+        for index, entry in enumerate(description["deltas"]):
+            weights[entry["name"]] = move(weights[entry["name"]], tensors[f"d{index}"], entry["dtype"])
+            num_deltas += 1
         if description["weights_digest"] is not None:
             assert digest(weights) == description["weights_digest"]
             num_digests += 1
-    assert num_digests == 3
+    assert (num_digests, num_deltas) == (3, 2)
     for name, value in weights.items():
         assert np.array_equal(value.view(np.uint32), run.weights[6][name].numpy().view(np.uint32)), name
 

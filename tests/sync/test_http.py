@@ -335,3 +335,41 @@ def test_nothing_is_printed(run, empty, capsys, caplog):
     captured = capsys.readouterr()
     assert (captured.out, captured.err, caplog.text) == ("", "", "")
     assert json.loads(run.manifest.to_json())
+
+
+def test_a_remote_replica_starts_from_an_anchor(tools, run, log, monkeypatch):
+    # Catches a client that can only come from the base, and one that takes an anchor beyond what it was asked for.
+    monkeypatch.setattr("logra.sync.replica._ANCHOR_DISTANCE", 3)
+    for version in (2, 4, 6):
+        log.write_anchor(version, {name: v for name, v in run.weights[version].items() if name != "embed.weight"})
+    with LogServer(log) as server:
+        remote = HTTPLog(server.url)
+        assert [remote.latest_anchor(limit) for limit in (1, 2, 5, 9)] == [None, 2, 4, 6]
+        follower = tools.build("fp32-module", run)
+        assert follower.catch_up(remote, until=5) == 1
+        tools.assert_same_bits(follower.weights(), run.weights[5])
+        (replica,) = follower.replicas
+        replica.invalidate("the engine restarted")
+        assert replica.catch_up(remote) == 0
+        tools.assert_same_bits(follower.weights(), run.weights[6])
+        with pytest.raises(SyncError, match="no such anchor"):
+            remote.read_anchor(3)
+        with pytest.raises(SyncError, match="holds no anchors"):
+            Publisher(remote, anchor_every=2, digest_every=0, optimizer=object())  # pyright: ignore[reportArgumentType]
+        path = log.anchor_path(4)
+        data = bytearray(path.read_bytes())
+        data[-3] ^= 16
+        path.write_bytes(data)
+        with pytest.raises(SyncError, match="damaged"):
+            remote.read_anchor(4)
+
+
+def test_an_anchor_that_is_cut_off_is_no_anchor(runs, tmp_path, monkeypatch):
+    # Catches a download that ends early and is read as a file that is whole.
+    run = runs["fp32"]
+    log = DirectoryLog(tmp_path / "updates", run.manifest)
+    log.append(run.updates[0])
+    log.write_anchor(1, run.weights[1])
+    monkeypatch.setattr("logra.sync.http_server.shutil.copyfileobj", lambda file, out, size: out.write(file.read(100)))
+    with LogServer(log) as server, pytest.raises(SyncError, match=r"cannot be reached|did not arrive"):
+        HTTPLog(server.url, timeout_s=1.0).read_anchor(1)

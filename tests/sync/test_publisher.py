@@ -143,3 +143,36 @@ def test_settings_that_cannot_work_are_refused(tmp_path):
 def test_anchors_hold_what_a_frozen_run_changes(make_lm):
     opt = SketchOptimizer(make_lm(), target_modules=PATTERNS, non_target="freeze")
     assert changeable_weights(opt).keys() == {target.fqn for target in opt.targets}
+
+
+def test_trained_tensors_travel_as_deltas_after_their_first_value(make_lm, token_ids, tmp_path):
+    # Catches a value that is sent every step, a base of another version, and a repeated publication that is refused
+    # because its tensors were compared with themselves.
+    log = DirectoryLog(tmp_path / "updates")
+    opt, publisher, published = train(make_lm(), token_ids, make_publisher, 3, log, non_target="adamw")
+    assert published[0].tensors and not published[0].deltas
+    for update in published[1:]:
+        assert update.deltas.keys() == published[0].tensors.keys() and not update.tensors
+    tensors = published[0].tensors.values()
+    saved = published[0].num_bytes - published[1].num_bytes
+    assert saved > 0.2 * sum(4 * tensor.numel() for tensor in tensors)  # steps of 1e-5 leave the highest byte zero
+    assert opt.last_update.tensors.keys() == published[0].tensors.keys()
+    again = publisher.publish(opt.last_update)
+    assert again.digest == published[-1].digest == log.read(3).digest
+
+
+def test_values_are_sent_where_a_delta_is_not_smaller_or_has_no_base(tmp_path):
+    noise = torch.Generator().manual_seed(0)
+    tensors = {
+        "random": lambda: torch.randn(5000, generator=noise) * 2.0 ** torch.randint(-90, 90, (5000,), generator=noise),
+        "integers": lambda: torch.arange(10),
+        "same": lambda: torch.ones(5000),
+    }
+    publisher = Publisher(DirectoryLog(tmp_path / "updates"))
+    for step, expected in ((0, set()), (1, {"same"}), (2, {"same"})):
+        values = {name: make() for name, make in tensors.items()}
+        update = publisher.publish(PolicyUpdate(step, step + 1, 0, step, {}, values))
+        assert update is not None and set(update.deltas) == expected
+    resumed = Publisher(DirectoryLog(tmp_path / "updates"))
+    update = resumed.publish(PolicyUpdate(3, 4, 0, 3, {}, {"same": torch.ones(5000)}))
+    assert update is not None and not update.deltas

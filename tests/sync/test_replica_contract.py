@@ -7,6 +7,7 @@ import torch
 
 from logra.errors import LograError, PacketError, SyncError
 from logra.sync import DirectoryLog, Replica, combine_parts
+from logra.tensor_delta import TensorDelta
 from logra.update import LowRankUpdate
 
 
@@ -97,13 +98,18 @@ def bad_updates(run):
         "tensor of another shape": replace(good, tensors={"norm.weight": torch.zeros(13)}),
         "tensor of another kind": replace(good, tensors={"norm.weight": torch.zeros(12, dtype=torch.int32)}),
         "tensor with more bits": replace(good, tensors={"norm.weight": torch.zeros(12, dtype=torch.float64)}),
+        "unknown delta": replace(good, deltas={"norm.bias": TensorDelta(torch.float32, torch.zeros(12).int())}),
+        "delta of another shape": replace(
+            good, tensors={}, deltas={"norm.weight": TensorDelta(torch.float32, torch.zeros(13).int())}
+        ),
         "overflow": replace(good, weights={**good.weights, name: huge}),
     }
 
 
 BAD = (
     "duplicate", "gap", "run_id", "seed", "weight_storage", "unknown weight", "weight of another shape",
-    "unknown tensor", "tensor of another shape", "tensor of another kind", "tensor with more bits", "overflow",
+    "unknown tensor", "tensor of another shape", "tensor of another kind", "tensor with more bits",
+    "unknown delta", "delta of another shape", "overflow",
 )  # fmt: skip
 
 
@@ -313,3 +319,30 @@ def test_a_split32_replica_without_the_low_plane_of_an_fp32_base_is_told_so(tool
         replica.catch_up(log)
     replica.load(run.weights[0], 0)
     replica.catch_up(log)
+
+
+def test_a_delta_that_would_not_stay_finite_is_refused_whole(tools, runs):
+    # Catches a bf16 piece that becomes infinite halfway through an update: values near the largest fp32 number.
+    run = runs["fp32"]
+    follower = tools.build("split32-module", run, 1)
+    before = state(follower)
+    old = run.weights[1]["norm.weight"]
+    delta = TensorDelta.between(old, torch.full_like(old, 3.39e38))
+    with pytest.raises(PacketError, match="not finite in bf16"):
+        follower.apply(replace(run.updates[1], tensors={}, deltas={"norm.weight": delta}))
+    assert_unchanged(tools, follower, before)
+
+
+def test_a_bf16_replica_keeps_trained_tensors_exactly_once_it_has_their_value(tools, runs):
+    # Catches steps of a fraction of a bf16 unit that are rounded away every time, and a bound that forgets the base.
+    run = runs["fp32"]
+    follower = tools.build("bf16-module", run)
+    for update in run.updates:
+        follower.apply(update)
+    assert torch.equal(follower.weights()["norm.weight"], run.weights[-1]["norm.weight"])
+    late = tools.build("bf16-module", run, 3)  # from bf16 values, after the only full value
+    for update in run.updates[3:]:
+        late.apply(update)
+    found, expected = late.weights()["norm.weight"], run.weights[-1]["norm.weight"]
+    assert not torch.equal(found, expected)
+    assert ((found - expected).abs() <= 2.0**-8 * expected.abs()).all()

@@ -163,7 +163,7 @@ def _compare(log: DirectoryLog, model: Any, manifest: Manifest, first: int, seco
     for update in log.read_since(start):
         if update.version > stop:
             break
-        changed |= update.weights.keys() | update.tensors.keys()
+        changed |= update.names
     weights = replica.weights()
     before = {name: weights[name].clone() for name in weights if name in changed}
     replica.catch_up(log, until=stop)

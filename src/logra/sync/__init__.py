@@ -2,6 +2,7 @@
 
 from logra.sync.digest import ChecksumPart, combine_parts
 from logra.sync.drift import Drift
+from logra.sync.fsspec_log import FsspecLog
 from logra.sync.http_client import HTTPLog
 from logra.sync.http_server import LogServer
 from logra.sync.layout import Piece, Placement, fused_rows, module_layout
@@ -15,6 +16,7 @@ __all__ = [
     "ChecksumPart",
     "DirectoryLog",
     "Drift",
+    "FsspecLog",
     "HTTPLog",
     "LogServer",
     "Manifest",

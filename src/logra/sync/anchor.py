@@ -9,9 +9,10 @@ import errno
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from logra.errors import LograError, SyncError
@@ -45,19 +46,22 @@ def write(path: Path, directory: int, weights: Mapping[str, Tensor], *, run_id: 
         OSError: the file system failed; the anchor is absent.
         LograError: a tensor that is no weight.
     """
-    metadata = {"run_id": run_id, "version": version, "digest": digest_of(weights)}
-    # Contiguous copies where needed: safetensors refuses views.
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    plain, metadata = _content(weights, run_id, version)
 
-    def save(temporary: Path) -> None:
+    def save_to(temporary: Path) -> None:
         try:
-            save_file(plain, temporary, {_METADATA_KEY: json.dumps(metadata)})
+            save_file(plain, temporary, metadata)
         except SafetensorError as error:
             # The library reports a full disk in the text only.
             number = errno.ENOSPC if f"os error {errno.ENOSPC}" in str(error) else errno.EIO
             raise OSError(number, f"safetensors cannot write it: {error}") from error
 
-    durable.write_file(path, save, directory)
+    durable.write_file(path, save_to, directory)
+
+
+def to_bytes(weights: Mapping[str, Tensor], *, run_id: str, version: int) -> bytes:
+    """The content of an anchor's file; like `write`."""
+    return save(*_content(weights, run_id, version))
 
 
 def read(path: Path, *, run_id: str, version: int) -> dict[str, Tensor]:
@@ -70,11 +74,36 @@ def read(path: Path, *, run_id: str, version: int) -> dict[str, Tensor]:
         with safe_open(path, "pt") as file:
             metadata = json.loads((file.metadata() or {}).get(_METADATA_KEY, "null"))
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-        digest = digest_of(weights)
-    except (SafetensorError, OSError, ValueError, LograError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise SyncError(f"anchor {path}: cannot be read ({error})") from error
+    return _checked(weights, metadata, str(path), run_id, version)
+
+
+def from_bytes(data: bytes, where: str, *, run_id: str, version: int) -> dict[str, Tensor]:
+    """The weights of the content of an anchor's file; `where` names it in errors. Raises like `read`."""
+    try:
+        weights = load(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        metadata = json.loads(header.get("__metadata__", {}).get(_METADATA_KEY, "null"))
+    except (SafetensorError, ValueError) as error:
+        raise SyncError(f"anchor {where}: cannot be read ({error})") from error
+    return _checked(weights, metadata, where, run_id, version)
+
+
+def _content(weights: Mapping[str, Tensor], run_id: str, version: int) -> tuple[dict[str, Tensor], dict[str, str]]:
+    metadata = {"run_id": run_id, "version": version, "digest": digest_of(weights)}
+    # Contiguous copies where needed: safetensors refuses views.
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    return plain, {_METADATA_KEY: json.dumps(metadata)}
+
+
+def _checked(weights: dict[str, Tensor], metadata: Any, where: str, run_id: str, version: int) -> dict[str, Tensor]:
+    try:
+        digest = digest_of(weights)
+    except LograError as error:
+        raise SyncError(f"anchor {where}: cannot be read ({error})") from error
     if metadata != {"run_id": run_id, "version": version, "digest": digest}:
         raise SyncError(
-            f"anchor {path}: damaged, or not that of run {run_id!r} at version {version} (it says {metadata})"
+            f"anchor {where}: damaged, or not that of run {run_id!r} at version {version} (it says {metadata})"
         )
     return weights

@@ -87,6 +87,15 @@ class DriftLedger:
         self._changed.add(name)
         self._bounds[name] = math.sqrt(_square_distance(value, placement))
 
+    def moved(self, name: str) -> None:
+        """A tensor has moved by the trainer's delta, with a low plane: it is as many fp32 numbers off as it was.
+
+        That were at most 2^15, the half distance of bf16 numbers, when its base was rounded.
+        """
+        self._changed.add(name)
+        if self._bounds[name] > 0:
+            self._bounds[name] = max(self._bounds[name], _BF16_ROUNDING * _norm(self._layout[name]))
+
     def measure(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Measure the distance from an anchor of the version of the weights, which is about to be taken over."""
         square = sum(_square_distance(value, self._layout[name]) for name, value in weights.items())

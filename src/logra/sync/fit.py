@@ -9,6 +9,7 @@ from torch import Tensor
 from logra.errors import PacketError
 from logra.rounding import qmax_of
 from logra.sync.layout import Layout, Piece, Placement
+from logra.tensor_delta import TensorDelta
 from logra.update import LowRankUpdate, PolicyUpdate
 
 Storage = Literal["fp32", "split32", "bf16"]
@@ -40,6 +41,8 @@ def check_fit(update: PolicyUpdate, layout: Layout, storage: Storage) -> None:
                 )
     for name, tensor in update.tensors.items():
         check_tensor(name, canonical(tensor, _placement(layout, name)), layout[name], storage)
+    for name, delta in update.deltas.items():
+        _check_delta(name, canonical_delta(delta, _placement(layout, name)), layout[name], storage)
 
 
 def check_tensor(name: str, value: Tensor, placement: Placement, storage: Storage) -> None:
@@ -89,9 +92,32 @@ def canonical(value: Tensor, placement: Placement) -> Tensor:
     return value.T if placement.transposed and value.ndim == 2 else value
 
 
+def canonical_delta(delta: TensorDelta, placement: Placement) -> TensorDelta:
+    """The canonical orientation of a delta of a tensor as checkpoints store it."""
+    return TensorDelta(delta.dtype, canonical(delta.difference, placement))
+
+
+def part_of_delta(delta: TensorDelta, placement: Placement, piece: Piece) -> TensorDelta:
+    """The part of a whole canonical delta that belongs to a piece."""
+    return TensorDelta(delta.dtype, part_of(delta.difference, placement, piece))
+
+
 def part_of(value: Tensor, placement: Placement, piece: Piece) -> Tensor:
     """The rectangle of a whole canonical weight that a piece holds, [rows, columns]."""
     return value.reshape(placement.matrix_shape)[slice(*piece.rows), slice(*piece.columns)]
+
+
+def _check_delta(name: str, delta: TensorDelta, placement: Placement, storage: Storage) -> None:
+    if delta.shape != placement.shape:
+        raise PacketError(f"update: delta of {name!r} has shape {delta.shape}; the weight here is {placement.shape}")
+    for piece in placement.pieces:
+        if not _holds(piece.tensor.dtype, delta.dtype, storage):
+            raise PacketError(f"update: delta of {name!r} is of {delta.dtype}; it is kept here in {piece.tensor.dtype}")
+        if piece.tensor.dtype == torch.bfloat16 and delta.dtype == torch.float32:
+            part = part_of_delta(delta, placement, piece)
+            for (start, stop), _ in piece.blocks():
+                if not float(piece.moved(part, start, stop).abs().max()) < MAGNITUDE_LIMIT:
+                    raise PacketError(f"update: delta of {name!r} leads to values that are not finite in bf16")
 
 
 def _placement(layout: Layout, name: str) -> Placement:

@@ -1,12 +1,20 @@
 """A log over HTTP: the client. The protocol is described in `logra.sync.http_server`."""
 
+import contextlib
 import hashlib
 import http.client
 import json
+import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
 from urllib.parse import urlsplit
 
+from torch import Tensor
+
 from logra.errors import PacketError, SyncError
+from logra.sync import anchor
 from logra.sync.http_server import MAX_PACKET_BYTES, check_token
 from logra.sync.manifest import Manifest
 from logra.update import PolicyUpdate
@@ -15,7 +23,7 @@ _CHUNK_BYTES = 2**20
 
 
 class HTTPLog:
-    """A log that a `LogServer` keeps, with the interface of `DirectoryLog` except anchors.
+    """A log that a `LogServer` keeps, with the interface of `DirectoryLog`, except that it only reads anchors.
 
     Args:
         url: address of the server, http://host:port or https://host:port, without a path.
@@ -106,15 +114,57 @@ class HTTPLog:
             raise SyncError(f"{self.url} answered with version {version!r:.40}")
         return version
 
+    # ---- anchors ----
+
+    def latest_anchor(self, at_most: int) -> int | None:
+        """The newest version up to `at_most` that has an anchor; None without one."""
+        body = self._checked(*self._request("GET", "/v1/anchors"))
+        try:
+            versions = [version for version in json.loads(body)["versions"] if version <= at_most]
+        except (ValueError, TypeError, KeyError) as error:
+            raise SyncError(f"{self.url} did not answer with versions: {error}") from error
+        if not all(type(version) is int and version >= 0 for version in versions):
+            raise SyncError(f"{self.url} answered with versions {versions!r:.80}")
+        return max(versions, default=None)
+
+    def read_anchor(self, version: int) -> dict[str, Tensor]:
+        """The weights of an anchor, on the CPU. It passes through a temporary file, since it may have many gigabytes.
+
+        Raises:
+            SyncError: see the class; or it is missing, damaged, or of another run or version.
+        """
+        manifest = self.manifest
+        if manifest is None:
+            raise SyncError(f"{self.url} has no log, and so no anchors")
+        with tempfile.NamedTemporaryFile(prefix="logra-anchor-", suffix=".safetensors") as file:
+            with self._response("GET", f"/v1/anchors/{version}") as response:
+                if response.status != 200:
+                    self._checked(response.status, self._read(response))
+                self._copy(response, file)
+            file.flush()
+            return anchor.read(Path(file.name), run_id=manifest.run_id, version=version)
+
+    # ---- inside ----
+
     def _request(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         """Status and body of the answer; its SHA-256 is checked where there is a body."""
+        with self._response(method, path, body) as response:
+            data = self._read(response)
+            expected = response.headers.get("X-Content-SHA256")
+        if response.status == 200 and hashlib.sha256(data).hexdigest() != expected:
+            raise PacketError(
+                f"{self.url}{path}: the SHA-256 of the answer is not what its header says; fetch it again"
+            )
+        return response.status, data
+
+    @contextlib.contextmanager
+    def _response(self, method: str, path: str, body: bytes | None = None) -> Iterator[http.client.HTTPResponse]:
+        """The answer, whose body can be read inside."""
         connection = self._connection_class(self._host, self._port, timeout=self._timeout_s)
         headers = {} if self._token is None else {"Authorization": f"Bearer {self._token}"}
         try:
             connection.request(method, path, body, headers)
-            response = connection.getresponse()
-            data = self._read(response)
-            expected = response.headers.get("X-Content-SHA256")
+            yield connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             raise SyncError(
                 f"{self.url} cannot be reached ({type(error).__name__}: {error}). The log is as it was, or holds the whole "
@@ -122,11 +172,19 @@ class HTTPLog:
             ) from error
         finally:
             connection.close()
-        if response.status == 200 and hashlib.sha256(data).hexdigest() != expected:
-            raise PacketError(
-                f"{self.url}{path}: the SHA-256 of the answer is not what its header says; fetch it again"
-            )
-        return response.status, data
+
+    def _copy(self, response: http.client.HTTPResponse, file: IO[bytes]) -> None:
+        """A body of any size into a file."""
+        try:
+            shutil.copyfileobj(response, file, _CHUNK_BYTES)
+        except http.client.HTTPException:
+            raise
+        except OSError as error:
+            raise SyncError(
+                f"{self.url}: the anchor did not arrive, or the temporary folder is full: {error}"
+            ) from error
+        if response.length:
+            raise http.client.IncompleteRead(b"", response.length)
 
     def _read(self, response: http.client.HTTPResponse) -> bytes:
         length = response.length

@@ -4,6 +4,8 @@
     PUT  /v1/manifest              begin the log; 204, or 409 where it has begun otherwise
     GET  /v1/latest                {"version": n}
     GET  /v1/updates/{version}     the packet, with its SHA-256 in the header X-Content-SHA256; 404 where there is none
+    GET  /v1/anchors               {"versions": [...]}, of the anchors that there are
+    GET  /v1/anchors/{version}     the anchor, a safetensors file with a digest of its own; 404 where there is none
     PUT  /v1/updates/{version}     append a packet; 204 when it is durable, 400 damaged, 409 gap or another run, 507 disk
 
 Errors carry {"error": "..."}. With a token every request needs `Authorization: Bearer TOKEN`; the comparison takes the same
@@ -16,9 +18,12 @@ import hmac
 import ipaddress
 import json
 import logging
+import os
+import shutil
 import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 from logra.errors import LograError, PacketError, SyncError
@@ -30,9 +35,9 @@ logger = logging.getLogger("logra")
 MAX_PACKET_BYTES = 2**30
 """Largest packet that server and client accept by default."""
 _MAX_MANIFEST_BYTES = 2**16
-# A payload may be this large whatever the size of its packet, and above it so many times the packet: zstd reaches more
-# only on packets that were made to exhaust memory.
-_MIN_PAYLOAD_LIMIT, _MAX_EXPANSION = 2**26, 64
+# A payload may be this large whatever the size of its packet, and above it so many times the packet. Deltas of tensors
+# that hardly move reach a few hundred; zstd reaches more on packets that were made to exhaust memory.
+_MIN_PAYLOAD_LIMIT, _MAX_EXPANSION = 2**26, 1024
 _MIN_TOKEN_LENGTH = 16
 
 
@@ -180,8 +185,14 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/v1/latest":
             self._manifest()
             self._answer(200, json.dumps({"version": self.log.latest()}).encode(), "application/json")
+        elif self.path == "/v1/anchors":
+            self._manifest()
+            self._answer(200, json.dumps({"versions": self.log.anchors()}).encode(), "application/json")
+        elif self.path.startswith("/v1/anchors/"):
+            self._manifest()
+            self._answer_file(self.log.anchor_path(self._version_of_path("/v1/anchors")))
         else:
-            version = self._version_of_path()
+            version = self._version_of_path("/v1/updates")
             manifest = self._manifest()
             if not manifest.base.version < version <= self.log.latest():
                 raise _HttpError(404, f"there is no update to version {version}")
@@ -191,7 +202,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/v1/manifest":
             self.log.start(Manifest.from_json(self._body(_MAX_MANIFEST_BYTES)))
         else:
-            version = self._version_of_path()
+            version = self._version_of_path("/v1/updates")
             data = self._body(self.max_packet_bytes)
             limit = max(_MIN_PAYLOAD_LIMIT, _MAX_EXPANSION * len(data))
             self.log.append_packet(data, version=version, max_payload_bytes=limit)
@@ -202,9 +213,9 @@ class _Handler(BaseHTTPRequestHandler):
             raise _HttpError(404, "the log has not begun")
         return manifest
 
-    def _version_of_path(self) -> int:
+    def _version_of_path(self, expected: str) -> int:
         prefix, _, number = self.path.rpartition("/")
-        if prefix != "/v1/updates" or not (number.isascii() and number.isdecimal() and len(number) <= 19):
+        if prefix != expected or not (number.isascii() and number.isdecimal() and len(number) <= 19):
             raise _HttpError(404, "no such address")
         return int(number)
 
@@ -223,6 +234,19 @@ class _Handler(BaseHTTPRequestHandler):
         # What is left of an unread body would be taken for the next request.
         self.close_connection = True
         self._answer(status, json.dumps({"error": message}).encode(), "application/json")
+
+    def _answer_file(self, path: Path) -> None:
+        """A file in pieces. It may have many gigabytes: it is not read twice to send its SHA-256 ahead."""
+        try:
+            file = path.open("rb")
+        except FileNotFoundError as error:
+            raise _HttpError(404, "there is no such anchor") from error
+        with file:
+            self.send_response(200)
+            self.send_header("Content-Type", "application/octet-stream")
+            self.send_header("Content-Length", str(os.fstat(file.fileno()).st_size))
+            self.end_headers()
+            shutil.copyfileobj(file, self.wfile, 2**20)
 
     def _answer(self, status: int, body: bytes, content_type: str | None) -> None:
         self.send_response(status)

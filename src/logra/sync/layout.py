@@ -11,16 +11,19 @@ Refuses tensors that do not fit their ranges, and quantised parameters, by name.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from logra.errors import LograError
 from logra.hashing import Range
+from logra.shards import is_sharded, local, reshard
 from logra.sketch.targets import canonical_fqn
 from logra.storage import join32, split32
 from logra.sync import digest
 from logra.sync.digest import as_matrix_shape
+from logra.tensor_delta import TensorDelta
 from logra.update import row_blocks
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -75,21 +78,38 @@ class Piece:
             return block.to(torch.float32)
         return join32(block, self.lo[start:stop].to(block.device))
 
-    def write(self, value: Tensor, *, keep_low: bool) -> None:
-        """Replace the whole piece.
+    def write(self, value: Tensor, *, keep_low: bool, start: int = 0) -> None:
+        """Replace the whole piece, or rows of it.
 
         Args:
             value: [rows, columns], any device, a dtype that the piece may hold.
             keep_low: keep what a bf16 piece cannot hold in its low plane, exactly; False rounds it away.
+            start: the first row that is replaced.
         """
-        low_needed = keep_low and self.tensor.dtype == torch.bfloat16 and value.dtype != torch.bfloat16
-        if not low_needed:
-            self.tensor.copy_(value)
-            self.lo = None
+        rows = slice(start, start + value.shape[0])
+        if not (keep_low and self.tensor.dtype == torch.bfloat16 and value.dtype != torch.bfloat16):
+            self.tensor[rows].copy_(value)
+            if value.shape[0] == self.tensor.shape[0]:
+                self.lo = None
+            elif self.lo is not None:
+                self.lo[rows] = 0
             return
         high, low = split32(value.to(device=self.tensor.device, dtype=torch.float32), nudge=False)
-        self.tensor.copy_(high)
-        self.lo = low if self.lo is None else self.lo.copy_(low)
+        self.tensor[rows].copy_(high)
+        if self.lo is None:
+            self.lo = torch.zeros_like(self.tensor, dtype=torch.int16)
+        self.lo[rows].copy_(low)
+
+    def moved(self, delta: TensorDelta, start: int, stop: int) -> Tensor:
+        """The values of rows start to stop after a delta, in its dtype.
+
+        Args:
+            delta: of the whole piece, [rows, columns], on any device.
+            start: first row.
+            stop: end of the rows.
+        """
+        old = self.value(start, stop).to(delta.dtype)
+        return TensorDelta(delta.dtype, delta.difference[start:stop].to(old.device)).applied(old)
 
     def checksum(self, *, rounded: bool = False) -> int:
         """The part of the weight's checksum that this piece contributes.
@@ -149,13 +169,15 @@ Layout = Mapping[str, Placement]
 
 
 def module_layout(model: nn.Module) -> dict[str, Placement]:
-    """The layout of an ordinary module: every parameter whole, under its name without wrapper segments.
+    """The layout of a module: every parameter whole, or what this rank stores of it, under its name without wrapper segments.
 
-    A tied parameter appears once, under its first name.
+    Parameters that are DTensors (FSDP2, tensor parallelism) have the piece of this rank, which is none where there are
+    fewer rows than ranks. A tied parameter appears once, under its first name.
 
     Raises:
-        LograError: a parameter is quantised, sharded or on the meta device.
+        LograError: a parameter is quantised, on the meta device, or sharded in a way that is no rectangle.
     """
+    reshard(model)
     layout: dict[str, Placement] = {}
     seen: set[int] = set()
     for module_name, module in model.named_modules():
@@ -163,7 +185,7 @@ def module_layout(model: nn.Module) -> dict[str, Placement]:
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            layout[name] = _whole(name, parameter, transposed=_stores_transpose(module, name))
+            layout[name] = _placement(name, parameter, transposed=_stores_transpose(module, name))
     return layout
 
 
@@ -244,15 +266,41 @@ def whole_piece(tensor: Tensor) -> Piece:
     return Piece(tensor, (0, num_rows), (0, num_columns))
 
 
-def _whole(name: str, parameter: Tensor, *, transposed: bool) -> Placement:
-    if parameter.is_meta or hasattr(parameter, "device_mesh") or parameter.dtype not in _DTYPES:
+def _placement(name: str, parameter: Tensor, *, transposed: bool) -> Placement:
+    if parameter.is_meta or parameter.dtype not in _DTYPES:
         kind = "on the meta device" if parameter.is_meta else f"{type(parameter).__name__} of {parameter.dtype}"
         raise LograError(
-            f"parameter {name!r} is {kind}; a replica needs loaded, unsharded, unquantised parameters in fp32, bf16 or "
-            f"fp16. For shards pass a layout of pieces."
+            f"parameter {name!r} is {kind}; a replica needs loaded, unquantised parameters in fp32, bf16 or fp16"
         )
-    tensor = parameter.detach().T if transposed else parameter.detach()
-    return Placement(tuple(tensor.shape), (whole_piece(tensor),), transposed)
+    shape = tuple(parameter.shape)[::-1] if transposed else tuple(parameter.shape)
+    pieces = _shards(name, parameter) if is_sharded(parameter) else (whole_piece(parameter.detach()),)
+    if transposed:
+        pieces = tuple(Piece(piece.tensor.T, piece.columns, piece.rows) for piece in pieces)
+    return Placement(shape, pieces, transposed)
+
+
+def _shards(name: str, parameter: Any) -> tuple[Piece, ...]:
+    """What this rank stores of a DTensor, as the module stores it; a view."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    held = local(parameter)
+    kinds = {type(placement) for placement in parameter.placements}
+    last = max((placement.dim for placement in parameter.placements if isinstance(placement, Shard)), default=0)
+    if not kinds <= {Shard, Replicate} or last >= min(2, max(1, parameter.ndim)):
+        raise LograError(
+            f"parameter {name!r} is distributed as {parameter.placements}; a replica needs a range of rows or columns: "
+            f"Shard(0), Shard(1) or Replicate()"
+        )
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    assert tuple(shape) == tuple(held.shape), "the local tensor of a DTensor has the shape that its placements say"
+    if held.numel() == 0:
+        return ()
+    whole = whole_piece(held)
+    rows, columns = as_matrix_shape(tuple(held.shape))
+    first_row = offset[0] if parameter.ndim else 0
+    first_column = offset[1] if parameter.ndim == 2 else 0
+    return (Piece(whole.tensor, (first_row, first_row + rows), (first_column, first_column + columns)),)
 
 
 def _stores_transpose(module: nn.Module, name: str) -> bool:

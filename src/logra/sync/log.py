@@ -25,10 +25,10 @@ from logra.sync import anchor, durable
 from logra.sync.manifest import BaseModel, Manifest
 from logra.update import PolicyUpdate
 
-_MANIFEST = "manifest.json"
-_UPDATE_SUFFIX = ".update"
-_ANCHOR_FOLDER = "anchors"
-_ANCHOR_SUFFIX = ".safetensors"
+MANIFEST = "manifest.json"
+UPDATE_SUFFIX = ".update"
+ANCHOR_FOLDER = "anchors"
+ANCHOR_SUFFIX = ".safetensors"
 
 
 class DirectoryLog:
@@ -59,8 +59,8 @@ class DirectoryLog:
     @property
     def manifest(self) -> Manifest | None:
         """What the log says about itself; None before it has begun."""
-        if self._manifest is None and (self.path / _MANIFEST).is_file():
-            manifest = Manifest.from_json((self.path / _MANIFEST).read_bytes())
+        if self._manifest is None and (self.path / MANIFEST).is_file():
+            manifest = Manifest.from_json((self.path / MANIFEST).read_bytes())
             # In this order: threads of a server that see the manifest rely on the version.
             self._latest = self._last_of_folder(manifest.base.version)
             self._manifest = manifest
@@ -77,7 +77,7 @@ class DirectoryLog:
             with durable.locked(self.path) as directory:
                 if self.manifest is None:
                     self._check_empty()
-                    durable.write_bytes(self.path / _MANIFEST, manifest.to_json().encode(), directory)
+                    durable.write_bytes(self.path / MANIFEST, manifest.to_json().encode(), directory)
         if self.manifest != manifest:
             raise SyncError(
                 f"{self.path} is the log of run {self._started().run_id!r} from {self._started().base}; it cannot become "
@@ -146,7 +146,7 @@ class DirectoryLog:
         update = PolicyUpdate.from_bytes(self.read_packet(version))
         if update.version != version:
             raise PacketError(f"{self._path_of(version)} holds the update to version {update.version}")
-        _check_belongs(update, self._started())
+        check_belongs(update, self._started())
         return update
 
     def read_packet(self, version: int) -> bytes:
@@ -171,7 +171,7 @@ class DirectoryLog:
         manifest = self._started()
         if not manifest.base.version <= version <= self.latest():
             raise SyncError(f"{self.path}: there is no version {version} to anchor; the newest is {self.latest()}")
-        folder, path = self.path / _ANCHOR_FOLDER, self._anchor_path(version)
+        folder, path = self.path / ANCHOR_FOLDER, self.anchor_path(version)
         with durable.explained(f"{self.path}: writing the anchor of version {version}"):
             folder.mkdir(exist_ok=True)
             with durable.locked(self.path) as outer, durable.locked(folder) as directory:
@@ -183,8 +183,12 @@ class DirectoryLog:
 
     def latest_anchor(self, at_most: int) -> int | None:
         """The newest version up to `at_most` that has an anchor; None without one."""
-        names = (self.path / _ANCHOR_FOLDER).glob(f"[0-9]*{_ANCHOR_SUFFIX}")
-        return max((version for name in names if (version := int(name.stem)) <= at_most), default=None)
+        return max((version for version in self.anchors() if version <= at_most), default=None)
+
+    def anchors(self) -> list[int]:
+        """The versions that have an anchor, in order."""
+        names = (self.path / ANCHOR_FOLDER).glob(f"[0-9]*{ANCHOR_SUFFIX}")
+        return sorted(int(name.stem) for name in names)
 
     def read_anchor(self, version: int) -> dict[str, Tensor]:
         """The weights of an anchor, on the CPU.
@@ -192,7 +196,7 @@ class DirectoryLog:
         Raises:
             SyncError: it is missing, damaged, or of another run or version.
         """
-        return anchor.read(self._anchor_path(version), run_id=self._started().run_id, version=version)
+        return anchor.read(self.anchor_path(version), run_id=self._started().run_id, version=version)
 
     # ---- inside ----
 
@@ -204,7 +208,7 @@ class DirectoryLog:
             self.start(
                 Manifest(run_id=update.run_id, weight_storage=update.weight_storage, seed=update.seed, base=base)
             )
-        _check_belongs(update, self._started())
+        check_belongs(update, self._started())
         path = self._path_of(update.version)
         what = f"{self.path}: appending version {update.version}"
         with durable.explained(what, len(data)), durable.locked(self.path) as directory:
@@ -239,11 +243,11 @@ class DirectoryLog:
         others = sorted(file.name for file in files if not file.name.startswith(durable.TEMPORARY_PREFIX))
         if others:
             raise SyncError(
-                f"{self.path} has no {_MANIFEST} and holds other files ({others[0]!r}); choose another folder"
+                f"{self.path} has no {MANIFEST} and holds other files ({others[0]!r}); choose another folder"
             )
 
     def _last_of_folder(self, base_version: int) -> int:
-        names = self.path.glob(f"[0-9]*{_UPDATE_SUFFIX}")
+        names = self.path.glob(f"[0-9]*{UPDATE_SUFFIX}")
         versions = sorted(int(name.stem) for name in names)
         expected = list(range(base_version + 1, base_version + 1 + len(versions)))
         if versions != expected:
@@ -254,13 +258,19 @@ class DirectoryLog:
         return versions[-1] if versions else base_version
 
     def _path_of(self, version: int) -> Path:
-        return self.path / f"{version:012d}{_UPDATE_SUFFIX}"
+        return self.path / f"{file_stem(version)}{UPDATE_SUFFIX}"
 
-    def _anchor_path(self, version: int) -> Path:
-        return self.path / _ANCHOR_FOLDER / f"{version:012d}{_ANCHOR_SUFFIX}"
+    def anchor_path(self, version: int) -> Path:
+        """The file of the anchor of a version, which may be missing."""
+        return self.path / ANCHOR_FOLDER / f"{file_stem(version)}{ANCHOR_SUFFIX}"
 
 
-def _check_belongs(update: PolicyUpdate, manifest: Manifest) -> None:
+def file_stem(version: int) -> str:
+    """The names of files without their endings."""
+    return f"{version:012d}"
+
+
+def check_belongs(update: PolicyUpdate, manifest: Manifest) -> None:
     """Refuse an update of another run, seed or merge rule."""
     for name in ("run_id", "weight_storage", "seed"):
         expected, found = getattr(manifest, name), getattr(update, name)

@@ -38,12 +38,8 @@ class UpdateLog(Protocol):
 
 
 @runtime_checkable
-class AnchorStore(Protocol):
-    """A log that also keeps full weights at some versions, so that catching up takes bounded time."""
-
-    def write_anchor(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """Store all weights that the run may change, as they are at `version`; durable on return."""
-        ...
+class AnchorSource(Protocol):
+    """A log that has full weights at some versions, so that catching up takes bounded time."""
 
     def latest_anchor(self, at_most: int) -> int | None:
         """The newest version up to `at_most` that has an anchor."""
@@ -51,6 +47,15 @@ class AnchorStore(Protocol):
 
     def read_anchor(self, version: int) -> dict[str, Tensor]:
         """The weights of an anchor, on the CPU, checked."""
+        ...
+
+
+@runtime_checkable
+class AnchorStore(AnchorSource, Protocol):
+    """A log in which a publisher can put them."""
+
+    def write_anchor(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        """Store all weights that the run may change, as they are at `version`; durable on return."""
         ...
 
 

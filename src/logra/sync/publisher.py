@@ -8,6 +8,7 @@ from torch import Tensor
 
 from logra.errors import SyncError
 from logra.sketch.targets import canonical_fqn
+from logra.sync.compact import CompactTensors
 from logra.sync.layout import Placement, canonical_weights, module_layout, weights_digest
 from logra.sync.manifest import BaseModel, Manifest, new_run_id
 from logra.sync.protocols import AnchorStore, PolicyOptimizer, UpdateLog
@@ -65,6 +66,7 @@ class Publisher:
         self._digest_every = digest_every
         self._anchor_every = anchor_every
         self._base = BaseModel(model=base_model, revision=revision)
+        self._compact = CompactTensors()
         self._metrics: dict[str, float] = {}
         self.num_bytes = 0
         """Bytes of all packets published so far."""
@@ -80,7 +82,8 @@ class Publisher:
             update: `opt.last_update`; None, a step that was skipped, does nothing.
 
         Returns:
-            The update as it is in the log, with run id, merge rule and digest; None for None. On return it is durable.
+            The update as it is in the log, with run id, merge rule and digest, and with deltas in place of tensors that
+            were published before; None for None. On return it is durable.
 
         Raises:
             SyncError: the update does not continue the log, belongs to another run, or could not be written.
@@ -88,7 +91,7 @@ class Publisher:
         if update is None:
             return None
         start = time.perf_counter()
-        update = self._stamped(update)
+        update = self._compact.publishable(self._stamped(update))
         num_bytes = self.log.append(update)
         if self._anchor_every and update.version % self._anchor_every == 0:
             assert isinstance(self.log, AnchorStore) and self._optimizer is not None
@@ -162,8 +165,18 @@ class Publisher:
 
 
 def optimizer_layout(optimizer: PolicyOptimizer) -> dict[str, Placement]:
-    """The canonical weights of an optimizer's model, with the low planes that it keeps."""
+    """The canonical weights of an optimizer's model, with the low planes that it keeps.
+
+    Raises:
+        SyncError: this process holds a part of them only.
+    """
     layout = module_layout(optimizer.model)
+    for name, placement in layout.items():
+        if not placement.is_complete:
+            raise SyncError(
+                f"Publisher: {name!r} is sharded, and digests and anchors need whole weights: pass no optimizer, which "
+                f"publishes updates without them"
+            )
     for target in optimizer.targets:
         low: Tensor | None = optimizer.state.get(target.parameter, {}).get("lo")
         if low is not None:

@@ -2,8 +2,8 @@
 
 It merges an update exactly as the trainer did: W <- fl(fl(W · decay) - ΔW), ties nudged where the merge rule of the run
 says so, on whole weights or on the pieces of an engine. With storage `fp32` or `split32` its weights are, after every
-update, the trainer's bit for bit. With `bf16` there is no low plane: every merge rounds to bf16, and the replica says how
-far it may have drifted.
+update, the trainer's bit for bit. With `bf16` low-rank updates have no low plane: every merge rounds to bf16, and the replica
+says how far it may have drifted.
 
 Contract: an update is applied whole or not at all. Versions, run, names, shapes, dtypes and ranges are checked for all
 tensors before the first is written, and the version advances after the last. If writing itself is interrupted, or if a
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from logra.errors import PacketError, SyncError
+from logra.shards import reshard
 from logra.storage import apply_update_
 from logra.sync import fit
 from logra.sync.digest import ChecksumPart
@@ -24,8 +25,9 @@ from logra.sync.drift import Drift, DriftLedger
 from logra.sync.fit import Storage
 from logra.sync.layout import Layout, Piece, Placement, canonical_weights, module_layout, weights_digest
 from logra.sync.manifest import BaseModel
-from logra.sync.protocols import AnchorStore, UpdateLog
-from logra.update import LowRankUpdate, PolicyUpdate
+from logra.sync.protocols import AnchorSource, UpdateLog
+from logra.tensor_delta import TensorDelta
+from logra.update import LowRankUpdate, PolicyUpdate, row_blocks
 
 _ANCHOR_DISTANCE = 64
 """Catching up by more updates than this starts from an anchor, if the log has a newer one."""
@@ -35,14 +37,15 @@ class Replica:
     """A copy of the policy that applies updates in place.
 
     Args:
-        model: a module with the weights of `version`, or a layout of pieces (shards, fused tensors of an engine).
+        model: a module with the weights of `version`, whose parameters may be DTensors of FSDP2 or tensor parallelism (every
+            rank then has a replica and applies every update), or a layout of pieces (fused tensors of an engine).
         version: policy version of these weights.
         storage: "fp32" for fp32 parameters; "split32" for bf16 parameters and a low plane of 16 bits that the replica
             keeps; "bf16" for bf16 parameters alone, whose drift is measured and reported.
         run_id: refuse updates of other runs; "" takes the run of the first update or log.
 
     Raises:
-        LograError: a parameter that no replica can hold (quantised, sharded, on the meta device), by name.
+        LograError: a parameter that no replica can hold (quantised, on the meta device), by name.
         SyncError: no matrix of the model has the dtype of the storage.
 
     Example:
@@ -59,6 +62,7 @@ class Replica:
         if not isinstance(version, int) or version < 0:
             raise SyncError(f"Replica: version is {version!r}; allowed are integers of at least 0")
         self.layout: dict[str, Placement] = module_layout(model) if isinstance(model, nn.Module) else dict(model)
+        self._model = model if isinstance(model, nn.Module) else None
         self.storage: Storage = storage
         self.version = version
         self.run_id = run_id
@@ -88,6 +92,7 @@ class Replica:
                 shows that the weights are not the trainer's: then `needs_anchor` is set.
             SyncError: the replica needs an anchor.
         """
+        self._reshard()
         self._check(update)
         self.needs_anchor = f"applying version {update.version} was interrupted"
         nudge = update.weight_storage == "split32"
@@ -96,7 +101,9 @@ class Replica:
                 self._merge(name, piece, weight, nudge)
         for name, tensor in update.tensors.items():
             placement = self.layout[name]
-            self._write(name, fit.canonical(tensor, placement), placement)
+            self._write(name, fit.canonical(tensor, placement), placement, keep_low=True)
+        for name, delta in update.deltas.items():
+            self._move(name, fit.canonical_delta(delta, self.layout[name]))
         self.needs_anchor = None
         self.version = update.version
         self.run_id, self._seed, self._weight_storage = update.run_id, update.seed, update.weight_storage
@@ -140,7 +147,7 @@ class Replica:
             self.apply(update)
             num_applied += 1
             if self.storage == "bf16" and anchor is not None and update.version == anchor:
-                assert isinstance(log, AnchorStore)
+                assert isinstance(log, AnchorSource)
                 self.load(log.read_anchor(anchor), anchor)
             if update.version == target:
                 break
@@ -158,6 +165,7 @@ class Replica:
         Raises:
             PacketError: a name, shape or dtype that does not fit; nothing has been written.
         """
+        self._reshard()
         for name, value in weights.items():
             if name not in self.layout:
                 raise PacketError(f"load: {name!r} is no weight of this replica")
@@ -166,7 +174,9 @@ class Replica:
             self._drift.measure(weights, version)
         self.needs_anchor = f"loading version {version} was interrupted"
         for name, value in weights.items():
-            self._write(name, value, self.layout[name])
+            placement = self.layout[name]
+            had_low = any(piece.lo is not None for piece in placement.pieces)
+            self._write(name, value, placement, keep_low=had_low or self.storage == "split32")
         self.needs_anchor = None
         self.version = version
 
@@ -204,6 +214,10 @@ class Replica:
         return Drift(version=self.version) if self._drift is None else self._drift.report(self.version)
 
     # ---- inside ----
+
+    def _reshard(self) -> None:
+        if self._model is not None:
+            reshard(self._model)
 
     def _check(self, update: PolicyUpdate) -> None:
         if self.needs_anchor is not None:
@@ -245,9 +259,20 @@ class Replica:
             piece.lo = torch.zeros_like(piece.tensor, dtype=torch.int16)
         apply_update_(weight, piece.tensor, piece.lo, rows=piece.rows, columns=piece.columns, nudge=nudge)
 
-    def _write(self, name: str, value: Tensor, placement: Placement) -> None:
+    def _move(self, name: str, delta: TensorDelta) -> None:
+        """Move a tensor by its delta. From here on its bf16 pieces have a low plane, also with storage bf16."""
+        placement = self.layout[name]
         for piece in placement.pieces:
-            piece.write(fit.part_of(value, placement, piece), keep_low=self.storage == "split32")
+            part = fit.part_of_delta(delta, placement, piece)
+            for start, stop in row_blocks((piece.tensor.shape[0], piece.tensor.shape[1])):
+                piece.write(piece.moved(part, start, stop), keep_low=True, start=start)
+        self._magnitudes.pop(name, None)
+        if self._drift is not None:
+            self._drift.moved(name)
+
+    def _write(self, name: str, value: Tensor, placement: Placement, *, keep_low: bool) -> None:
+        for piece in placement.pieces:
+            piece.write(fit.part_of(value, placement, piece), keep_low=keep_low)
         self._magnitudes.pop(name, None)
         if self._drift is not None:
             self._drift.replaced(name, value, placement)
@@ -292,13 +317,13 @@ class Replica:
 
     def _start_from_anchor(self, log: UpdateLog, target: int) -> int | None:
         """Load the newest anchor up to `target` if that is needed or pays; returns its version, None without one."""
-        newest = log.latest_anchor(target) if isinstance(log, AnchorStore) else None
+        newest = log.latest_anchor(target) if isinstance(log, AnchorSource) else None
         if newest is None:
             if self.needs_anchor is not None:
                 raise SyncError(f"catch_up: {self.needs_anchor}, and the log has no anchor up to version {target}")
             return None
         if self.needs_anchor is not None or newest - self.version > _ANCHOR_DISTANCE:
-            assert isinstance(log, AnchorStore)
+            assert isinstance(log, AnchorSource)
             self.load(log.read_anchor(newest), newest)
         return newest
 

@@ -164,7 +164,7 @@ class Session:
         replica = self._replica
         if replica is None:
             raise SyncError("the engine needs an anchor: its weights were not those of the run's base model")
-        self._refuse([*update.weights, *update.tensors])
+        self._refuse(sorted(update.names))
         self._look_for_loss(replica)
         self._place_low_planes(replica, update)
         try:

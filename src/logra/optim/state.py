@@ -40,8 +40,10 @@ def check_groups(own: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]])
 
 
 def on_device_of(parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
-    """Copies of one parameter's state on its device; dtypes stay what they are."""
+    """Copies of one parameter's state on its device; dtypes stay what they are, and scalars (AdamW's step) where they are."""
     return {
-        name: value.to(parameter.device, copy=True) if isinstance(value, Tensor) else value
+        name: value.to(parameter.device if value.ndim else value.device, copy=True)
+        if isinstance(value, Tensor)
+        else value
         for name, value in state.items()
     }

@@ -263,7 +263,10 @@ def _refuse_arguments(args: GRPOConfig | None, given: dict[str, Any], logra: Con
         raise ConfigError("torch_compile=True: sketches are captured in eager mode. Set torch_compile=False.")
 
 
-_NO_FSDP = "fsdp: the gradients of sharded weights cannot be sketched in this version. Use DDP or a single process."
+_NO_FSDP = (
+    "fsdp: GRPOTrainer does not run under FSDP in this version (logra.SketchOptimizer does, on a model of fully_shard). Use "
+    "DDP or a single process."
+)
 
 
 def _launched_with(feature: str) -> bool:

@@ -27,8 +27,6 @@ from torch import Tensor, nn
 from logra.errors import TargetError
 from logra.hashing import Range
 
-_TENSOR_PARALLEL = False  # written, and not tested against one process yet
-
 
 @dataclass(frozen=True)
 class Rectangle:
@@ -186,11 +184,6 @@ def _canonical(pair: tuple[Any, ...], transposed: bool) -> tuple[Any, Any]:
 def _check_tensor_parallel(fqn: str, tensor_parallel: Any) -> None:
     if tensor_parallel is None:
         return
-    if not _TENSOR_PARALLEL:
-        raise TargetError(
-            f"target {fqn!r} is a DTensor of tensor parallelism, which this version does not train. Use FSDP2 "
-            f"(fully_shard) or replicas, or leave it out of target_modules."
-        )
     if tensor_parallel.mesh.ndim > 1:
         raise TargetError(
             f"target {fqn!r} is distributed over {tensor_parallel.mesh.ndim} mesh dimensions besides those of FSDP2; "

@@ -19,6 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from logra.contracts import Delta
 from logra.errors import ProbeError
+from logra.hashing import Range
+from logra.shards import is_sharded
 
 
 def displacement(module: nn.Module, delta: Delta, x: Tensor, output: Tensor) -> Tensor:
@@ -39,6 +41,30 @@ def displacement(module: nn.Module, delta: Delta, x: Tensor, output: Tensor) -> 
         product = output if bias is None else output - bias.to(output.dtype)
         moved = moved - (1.0 - delta.decay) * product
     return moved
+
+
+def _displacement_of_shards(module: nn.Module, delta: Delta, x: Any, output: Any) -> Tensor:
+    """The same for DTensors of tensor parallelism: of the rows that this process has, or its addend of their sum."""
+    from torch.distributed.tensor import DTensor
+
+    if delta.decay != 1.0 and getattr(module, "bias", None) is not None:
+        raise ProbeError("weight_decay on a tensor-parallel target with a bias cannot be priced: set weight_decay=0.")
+    rows, columns = _last_range(output), _last_range(x)
+    own = Delta(delta.out_factor[slice(*rows)], delta.in_factor[:, slice(*columns)], delta.decay)
+    moved = displacement(module, own, x.to_local(), output.to_local())
+    return DTensor.from_local(
+        moved, output.device_mesh, output.placements, run_check=False, shape=output.shape, stride=output.stride()
+    )
+
+
+def _last_range(tensor: Any) -> Range:
+    """The part of a DTensor's last dimension that this process holds."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)
+    return offsets[-1], offsets[-1] + sizes[-1]
 
 
 class Injection:
@@ -70,6 +96,12 @@ class Injection:
     def _hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
         self._reached.add(module)
         x = args[0] if args else next(iter(kwargs.values()))
+        if is_sharded(output):
+            if self.mode == "tangent":
+                raise ProbeError(
+                    "a tensor-parallel target has no forward derivative: use TrustRegion(method='difference')."
+                )
+            return output + _displacement_of_shards(module, self.deltas[module], x, output)
         if self.mode == "value":
             return output + displacement(module, self.deltas[module], x, output)
         primal, arriving = forward_ad.unpack_dual(output)

@@ -1,6 +1,7 @@
 """Predicted and realised KL against dense float64 references: weights that really change, tangents of dense weights."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -330,4 +331,22 @@ def test_a_low_precision_prediction_leaves_nothing_to_the_check(tiny):
     """bfloat16 logits are too coarse for a difference of two forwards."""
     model, probe = tiny.model("llama").bfloat16(), make_probe(tiny)
     predicted_kl(model, probe, tiny.propose(model, ratio=1e-2))
-    assert probe.base.of(model) is None
+    assert not probe.base.holds_for(model)
+
+
+def test_autocast_inside_the_model_leaves_nothing_to_the_check_either(tiny):
+    """Its weights and hidden states are fp32, only the products in between are not. Catches a look at dtypes alone."""
+    model, probe = tiny.model("llama").float(), make_probe(tiny)
+    deltas = tiny.propose(model, ratio=1e-2)
+    expected = realised_kl(model, make_probe(tiny), deltas)
+    inner = model.forward
+
+    @functools.wraps(inner)
+    def forward(*args, **kwargs):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return inner(*args, **kwargs)
+
+    model.forward = forward
+    predicted_kl(model, probe, deltas)
+    assert not probe.base.holds_for(model)
+    assert realised_kl(model, probe, deltas) == pytest.approx(expected, rel=1e-3)

@@ -14,6 +14,10 @@ of it. What several benchmarks share lies in subpackages. A benchmark defines
     def run_cell(cell: Cell, options: Options) -> dict[str, Any]: ...   # JSON-able numbers of one cell
     def table(results: Results) -> str: ...               # Markdown, from what lies in the file
 
+if a picture says more,
+
+    def figure(results: Results) -> str: ...              # SVG, kept as docs/figures/NAME.svg by --write-docs
+
 and, if a loss of speed or memory should fail `make bench-check`,
 
     CHECK = Options(...)                                  # a run of a minute or two

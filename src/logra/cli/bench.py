@@ -52,6 +52,11 @@ def bench_command(arguments: Sequence[str]) -> int:
     if settings["write_docs"]:
         for page in write_docs(benchmark.name, text, Path.cwd()):
             print(f"Written to {page}")
+        if benchmark.figure is not None:
+            picture = Path("docs", "figures", f"{benchmark.name}.svg")
+            picture.parent.mkdir(parents=True, exist_ok=True)
+            picture.write_text(benchmark.figure(read(path)), encoding="utf-8")
+            print(f"Written to {picture}")
     return 0
 
 

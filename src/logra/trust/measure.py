@@ -13,7 +13,7 @@ KL = 0), deltas that are all zero. NonFiniteProbeError: logits or a KL that is N
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +22,20 @@ from torch.autograd import forward_ad
 from logra.contracts import Delta
 from logra.errors import NonFiniteProbeError, ProbeError
 from logra.shards import uncast_activations
+from logra.trust.constant_tangent import ConstantTangent
 from logra.trust.dense import DenseInjection
 from logra.trust.divergence import exact_kl, half_variance
 from logra.trust.forward import LogitReader, probe_mode, token_chunks
 from logra.trust.injection import Injection
-from logra.trust.linear_tangent import LinearTangent
-from logra.trust.precision import LOW_PRECISION, Float32Forward
+from logra.trust.precision import Float32Forward
 from logra.trust.probe import Probe, ProbeBatch
 
 # Step of the difference quotient: the error of first order is below 1 % for proposals of up to about 1 nat, and the
 # moved logits stand 20 times above fp32 noise for proposals down to about 1e-3 nats. A power of two scales exactly.
 DIFFERENCE_STEP = 2.0**-7
+
+# Tokens whose divergence is computed at once.
+STATISTIC_ROWS = 32
 
 
 class _Tally:
@@ -94,7 +97,7 @@ def predicted_kl(
     injection, swap = Injection(deltas, "tangent"), DenseInjection(model, dense, "tangent")
     base: list[Tensor] = []
     lost = False
-    with probe_mode(model, _device(probe)), _forward_ad_errors(model), LinearTangent():
+    with probe_mode(model, _device(probe)), _forward_ad_errors(model), ConstantTangent() as rules:
         for batch in probe.batches:
             with forward_ad.dual_level(), injection, swap:
                 output = reader.run(batch)
@@ -104,7 +107,7 @@ def predicted_kl(
                     if tangent is None:
                         lost = True  # raised below: other processes may be waiting for the forwards that remain
                         continue
-                    kl = half_variance(logits, tangent, probe.temperature)
+                    kl = _by_rows(lambda z, d: half_variance(z, d, probe.temperature), logits, tangent)
                     tally.add(batch, chunk, kl, logits, (tangent != 0).any())
     injection.check_reached()
     if lost:
@@ -112,8 +115,8 @@ def predicted_kl(
     mean = tally.mean()
     if probe.num_tokens and not tally.any_moved():
         raise _lost_or_zero(model, deltas, dense)
-    if reader.output_is_small and _computes_in_fp32(model, base[0]):
-        probe.base.keep(model, base)
+    if reader.output_is_small and not rules.saw_low_precision:
+        probe.base.keep(model, base, by_itself=True)
     return mean
 
 
@@ -188,7 +191,7 @@ def kl_since(model: nn.Module, probe: Probe, before: Sequence[Tensor]) -> float:
     tally = _Tally()
     chunks = [(batch, chunk) for batch in probe.batches for chunk in token_chunks(batch)]
     for (batch, chunk), logits, new_logits in zip(chunks, before, probe_logits(model, probe), strict=True):
-        kl = exact_kl(logits, new_logits, probe.temperature)
+        kl = _by_rows(lambda old, new: exact_kl(old, new, probe.temperature), logits, new_logits)
         tally.add(batch, chunk, kl, logits, (new_logits != logits).any())
     return tally.mean()
 
@@ -206,9 +209,11 @@ def _compare(
     tally = _Tally()
     reader = LogitReader(model)
     injection, swap = Injection(deltas, "value"), DenseInjection(model, dense, "value")
-    kept = probe.base.of(model)
+    kept = probe.base.outputs if probe.base.holds_for(model) else None
+    by_itself = kept is not None and probe.base.by_itself
     base: list[Tensor] = []
-    with probe_mode(model, device), uncast_activations(model), Float32Forward(device.type):
+    precise = nullcontext() if by_itself else Float32Forward(device.type)
+    with probe_mode(model, device), uncast_activations(model), precise:
         for index, batch in enumerate(probe.batches):
             with injection, swap:
                 new_output = reader.run(batch)
@@ -218,17 +223,18 @@ def _compare(
                 logits = reader.read(batch, output, chunk)
                 with injection, swap:
                     new_logits = reader.read(batch, new_output, chunk)
-                tally.add(batch, chunk, statistic(logits, new_logits), logits, (new_logits != logits).any())
+                moved = (new_logits != logits).any()
+                tally.add(batch, chunk, _by_rows(statistic, logits, new_logits), logits, moved)
     injection.check_reached()
     if reader.output_is_small:
-        probe.base.keep(model, base)
+        probe.base.keep(model, base, by_itself=by_itself)
     return tally
 
 
-def _computes_in_fp32(model: nn.Module, output: Tensor) -> bool:
-    """Whether the model's own forward is as precise as the fp32 one that a difference needs."""
-    wide = all(parameter.dtype not in LOW_PRECISION for parameter in model.parameters())
-    return wide and output.dtype not in LOW_PRECISION and not torch.is_autocast_enabled(output.device.type)
+def _by_rows(statistic: Callable[[Tensor, Tensor], Tensor], first: Tensor, second: Tensor) -> Tensor:
+    """`statistic` of a chunk, a few rows at a time: its temporaries then fit a CPU's cache."""
+    blocks = zip(first.split(STATISTIC_ROWS), second.split(STATISTIC_ROWS), strict=True)
+    return torch.cat([statistic(*block) for block in blocks])
 
 
 def _device(probe: Probe) -> torch.device:

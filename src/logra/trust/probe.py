@@ -50,19 +50,24 @@ class KeptOutputs:
     """What the unchanged model returned on the probe, so that the check need not run again what the prediction has run.
 
     It holds for one model and one state of its weights: any in-place change of a parameter makes it void.
+
+    Attributes:
+        outputs: fp32 or wider, one per batch.
+        by_itself: whether the model computes in fp32 or wider of its own accord.
     """
 
     def __init__(self) -> None:
+        self.outputs: list[Tensor] = []
+        self.by_itself = False
         self._key: tuple[int, int] | None = None
-        self._outputs: list[Tensor] = []
 
-    def keep(self, model: nn.Module, outputs: Sequence[Tensor]) -> None:
-        """Remember one output per batch."""
-        self._key, self._outputs = _state_of(model), list(outputs)
+    def keep(self, model: nn.Module, outputs: Sequence[Tensor], *, by_itself: bool) -> None:
+        """Remember the outputs of the model as it is."""
+        self.outputs, self.by_itself, self._key = list(outputs), by_itself, _state_of(model)
 
-    def of(self, model: nn.Module) -> list[Tensor] | None:
-        """The outputs, one per batch; None if there are none, or the weights have changed since."""
-        return self._outputs if self._key == _state_of(model) else None
+    def holds_for(self, model: nn.Module) -> bool:
+        """Whether there are outputs, and the weights have not changed since."""
+        return self._key == _state_of(model)
 
 
 def _state_of(model: nn.Module) -> tuple[int, int]:

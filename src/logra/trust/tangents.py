@@ -31,7 +31,7 @@ from logra.contracts import Delta
 from logra.errors import NonFiniteProbeError, ProbeError
 from logra.trust.forward import CHUNK_TOKENS, LogitReader, probe_mode
 from logra.trust.injection import Injection
-from logra.trust.linear_tangent import LinearTangent
+from logra.trust.constant_tangent import ConstantTangent
 from logra.trust.measure import _device, _forward_ad_errors, _load_forward_derivatives
 from logra.trust.probe import Probe, ProbeBatch
 
@@ -123,7 +123,7 @@ def tangent_moments(
     covariance = torch.zeros(len(changes), len(changes), dtype=torch.float64)
     gains = torch.zeros(len(changes), dtype=torch.float64)
     first_response = 0
-    with probe_mode(model, _device(probe)), _forward_ad_errors(model), LinearTangent():
+    with probe_mode(model, _device(probe)), _forward_ad_errors(model), ConstantTangent():
         for batch in probe.batches:
             with forward_ad.dual_level():
                 outputs = []

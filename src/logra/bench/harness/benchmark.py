@@ -27,6 +27,8 @@ class Benchmark:
     cells: Callable[[Any], list[Cell]]
     run_cell: Callable[[Cell, Any], dict[str, Any]]
     table: Callable[[Results], str]
+    figure: Callable[[Results], str] | None = None
+    """SVG of the results, which `--write-docs` keeps as docs/figures/NAME.svg; None: there is none."""
     check: Any = None
     """Options of the quick run that `make bench-check` makes; None: there is nothing to check."""
     ratios: Callable[[Results], dict[str, Ratio]] | None = None
@@ -75,6 +77,7 @@ def load(module_name: str) -> Benchmark:
         cells=module.cells,
         run_cell=module.run_cell,
         table=module.table,
+        figure=getattr(module, "figure", None),
         check=getattr(module, "CHECK", None),
         ratios=getattr(module, "ratios", None),
     )

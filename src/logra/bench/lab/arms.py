@@ -125,8 +125,8 @@ ARMS: dict[str, Arm] = {
     "dense-adamw": Arm("dense AdamW", dense=lambda p: torch.optim.AdamW(p, lr=1e-5, weight_decay=0.0)),
     "dense-spectral": Arm("dense spectral", dense=lambda p: DenseSpectral(p, 0.0)),
     "dense-spectral-m": Arm("dense spectral, momentum 0.9", dense=lambda p: DenseSpectral(p, 0.9)),
-    **{f"row-adam-{rank}": _row_adam(rank, scaled=False) for rank in (4, 16, 64, 256)},
-    **{f"row-adam-scaled-{rank}": _row_adam(rank, scaled=True) for rank in (4, 16, 64, 256)},
+    **{f"row-adam-{rank}": _row_adam(rank, scaled=False) for rank in (4, 32, 64, 256)},
+    **{f"row-adam-scaled-{rank}": _row_adam(rank, scaled=True) for rank in (4, 32, 64, 256)},
     **{
         f"{direction}-{rank}{'-m' if momentum else ''}": _two_sided(direction, rank, momentum)
         for direction, rank in (("spectral", 16), ("spectral", 32), ("factored", 16))

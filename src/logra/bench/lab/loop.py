@@ -58,7 +58,9 @@ def run_arm(model: Any, arm: Arm, setting: Setting, *, trust: Any, seed: int) ->
         rollout = setting.roll_out(model, step)
         curves["reward"].append(rollout.rewards.mean().item())
         is_last = step == setting.num_steps
-        values = _backward(model, rollout, setting, differentiate=not is_last)
+        values = backward(
+            model, rollout, temperature=setting.temperature, micro_batch=setting.micro_batch, differentiate=not is_last
+        )
         if step > 0:
             curves["gain"].append(_gain(model, stepper, rollout, values, setting))
         if is_last:
@@ -76,8 +78,10 @@ def run_arm(model: Any, arm: Arm, setting: Setting, *, trust: Any, seed: int) ->
     return curves
 
 
-def _backward(model: nn.Module, rollout: Rollout, setting: Setting, *, differentiate: bool) -> dict[int, Tensor]:
-    """Policy gradient of the rollout, averaged over its tokens.
+def backward(
+    model: nn.Module, rollout: Rollout, *, temperature: float, micro_batch: int, differentiate: bool = True
+) -> dict[int, Tensor]:
+    """Policy gradient of the rollout, averaged over its tokens; without `differentiate` the log-probabilities alone.
 
     Returns:
         First row of every micro-batch that has an advantage -> log-probabilities of its tokens, fp32 [rows, C].
@@ -85,11 +89,11 @@ def _backward(model: nn.Module, rollout: Rollout, setting: Setting, *, different
     advantages = rollout.advantages()
     num_tokens = rollout.generated.sum()
     found = {}
-    for start in range(0, len(advantages), setting.micro_batch):
-        rows = slice(start, start + setting.micro_batch)
+    for start in range(0, len(advantages), micro_batch):
+        rows = slice(start, start + micro_batch)
         if advantages[rows].any():
             with torch.set_grad_enabled(differentiate):
-                values = log_probs(model, rollout, rows, setting.temperature)
+                values = log_probs(model, rollout, rows, temperature)
             found[start] = values.detach()
             if differentiate:
                 (-(advantages[rows, None] * values).sum() / num_tokens).backward()

@@ -14,6 +14,7 @@ NUM_TOKENS = 4096
 def peak_bytes(model, run) -> int:
     with Ledger(model) as ledger:
         run()
+        ledger.settle()
     return ledger.report().peak_bytes
 
 
@@ -25,12 +26,12 @@ def test_a_probe_of_4096_tokens_needs_less_memory_than_a_training_micro_batch():
     """
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=NUM_TOKENS, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        vocab_size=8192, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=NUM_TOKENS, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         attn_implementation="sdpa",
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
-    ids = torch.randint(3, 512, (1, NUM_TOKENS))
+    ids = torch.randint(3, 8192, (1, NUM_TOKENS))
     mask = torch.ones_like(ids)
     generated = mask.clone()
     generated[:, 0] = 0

@@ -65,7 +65,7 @@ def run_cell(cell: Cell, options: Options) -> dict[str, Any]:
 
 def table(results: Results) -> str:
     """Results over seeds, and the learning curves."""
-    return "\n\n".join((_summary(results), _curves(results)))
+    return "\n\n".join((_summary(results), _curves(results), _ratios(results)))
 
 
 def _summary(results: Results) -> str:
@@ -99,6 +99,23 @@ def _curves(results: Results) -> str:
         rows.append([ARMS[arm][0], *(f"{mean:.2f}" for mean in means)])
     steps = [f"{start + 1}-{min(start + 3, num_steps)}" for start in starts]
     return markdown_table(["reward in steps", *steps], rows)
+
+
+def _ratios(results: Results) -> str:
+    """How the realised KL of the steps scatters around the planned one, alpha² times the prediction."""
+    rows = []
+    for arm in _arms(results):
+        ratios = []
+        for curves in (result["curves"] for result in results.select(arm=arm)):
+            columns = (curves.get(f"trust/{name}", []) for name in ("realised_kl", "alpha", "predicted_kl"))
+            for realised, alpha, predicted in zip(*columns, strict=True):
+                if realised is not None and alpha and predicted:
+                    ratios.append(realised / (alpha**2 * predicted))
+        if ratios:
+            deciles = statistics.quantiles(ratios, n=10, method="inclusive")
+            shown = (min(ratios), deciles[0], statistics.median(ratios), deciles[-1], max(ratios))
+            rows.append([ARMS[arm][0], str(len(ratios)), *(f"{value:.2f}" for value in shown)])
+    return markdown_table(["realised / planned KL", "steps", "least", "10 %", "median", "90 %", "most"], rows)
 
 
 def _arms(results: Results) -> list[str]:

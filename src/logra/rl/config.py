@@ -188,7 +188,7 @@ def preset(method: str) -> dict[str, Any]:
         trust = TrustRegion(kl_budget=2e-4, kl_budget_final=2e-5, schedule_steps=300, alpha_max=3.0)
         sketch = Config.paper()
     else:
-        # Answers of about ten tokens: 64 of them come from six responses, which is as much as a step this short should pay for.
+        # Answers of about ten tokens: 64 are six responses, as much as a step this short should pay for.
         trust = TrustRegion(kl_budget=0.03, kl_budget_final=0.01, schedule_steps=15, min_tokens=64)
         sketch = Config(lr=1e-4)
     return {"logra": sketch, "trust": trust, "adamw": AdamWConfig(), "lora": LoraConfig()}

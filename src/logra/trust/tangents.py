@@ -29,9 +29,9 @@ from torch.autograd import forward_ad
 
 from logra.contracts import Delta
 from logra.errors import NonFiniteProbeError, ProbeError
+from logra.trust.constant_tangent import ConstantTangent
 from logra.trust.forward import CHUNK_TOKENS, LogitReader, probe_mode
 from logra.trust.injection import Injection
-from logra.trust.constant_tangent import ConstantTangent
 from logra.trust.measure import _device, _forward_ad_errors, _load_forward_derivatives
 from logra.trust.probe import Probe, ProbeBatch
 

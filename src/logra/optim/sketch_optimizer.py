@@ -109,6 +109,7 @@ class SketchOptimizer(torch.optim.Optimizer):
         self._mismatch = 0.0
         self._clip: float | None = None
         self._gradients: dict[str, LayerGradient] | None = None
+        self._skip_reason: str | None = None
         self._diagnostics: dict[str, float] = {}
         self._observers: list[StepObserver] = []
         self.last_update: PolicyUpdate | None = None
@@ -133,6 +134,11 @@ class SketchOptimizer(torch.optim.Optimizer):
         realised_kl (nats per generated token), alpha and kl_budget; merged_kl if it is measured.
         """
         return dict(self._diagnostics)
+
+    @property
+    def skips_step(self) -> bool:
+        """Whether the next step() was told to change nothing, see `skip_step`."""
+        return self._skip_reason is not None
 
     def num_parameters(self) -> dict[str, int]:
         """Numbers of parameters that are sketched, trained densely and frozen."""
@@ -200,6 +206,13 @@ class SketchOptimizer(torch.optim.Optimizer):
         self._clip = float(max_norm)
         return gradients.total_norm(self._recover(), self._non_targets.gradients())
 
+    def skip_step(self, reason: str) -> None:
+        """Let the next step() change nothing but the count of skipped steps; `last_skip` will say `reason`.
+
+        In a run of several processes all of them must ask for it.
+        """
+        self._skip_reason = reason
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Turn the sketches since the last step into one update of the weights.
@@ -216,16 +229,40 @@ class SketchOptimizer(torch.optim.Optimizer):
         shards.reshard(self.model)
         self._diagnostics = {}
         # An error leaves everything as it is, the gradient too: the step can be repeated once its cause is gone.
-        self.last_update, self.last_skip = self._update()
+        self.last_update, self.last_skip = (None, self._skip_reason) if self._skip_reason else self._update()
         self.param_groups[0]["num_skipped"] += self.last_skip is not None
         self._diagnostics["skipped"] = float(self.num_skipped)
         self._clear_window()
-        self._probe, self._mismatch = None, 0.0
+        self._probe, self._mismatch, self._skip_reason = None, 0.0, None
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the sketches (and the inner AdamW's gradients) accumulated since the last step; a probe stays."""
         super().zero_grad(set_to_none)
+        self._clear_window()
+
+    def restart(self, *, version: int | None = None) -> None:
+        """Forget all moments, and what has accumulated for the next step, as if training began with the weights as they are.
+
+        Low planes of the weights and running input scales stay.
+
+        Args:
+            version: what the version becomes, for weights that were replaced from outside, at least the current one; None
+                keeps it.
+
+        Raises:
+            ConfigError: a version that goes back.
+        """
+        if version is not None and version < self.version:
+            raise ConfigError(f"version={version!r}: versions only go up, and this optimizer is at {self.version}")
+        for target in self.targets:
+            state.drop_moments(self.state[target.parameter])
+        if self._non_targets.adamw is not None:
+            for parameter in self.param_groups[1]["params"]:
+                self.state.pop(parameter, None)
+            self._non_targets.adamw.state.clear()
+        if version is not None:
+            self.param_groups[0]["version"] = version
         self._clear_window()
 
     def detach(self) -> None:

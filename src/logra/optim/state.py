@@ -12,6 +12,16 @@ _BINDING = ("seed", "rank", "sketch", "side", "input_scaling", "direction", "ref
 """Settings that the saved tensors depend on, by shape or by meaning."""
 
 
+_MOMENTS = ("step", "moment_exponents", "momentum", "exp_avg_sq")
+"""How the names begin of what a target remembers of past gradients."""
+
+
+def drop_moments(state: dict[str, Any]) -> None:
+    """Remove one target's memory of past gradients, in place; low plane and input scales stay."""
+    for name in [name for name in state if name.startswith(_MOMENTS)]:
+        del state[name]
+
+
 def binding_settings(config: Config) -> dict[str, Any]:
     """The settings that must be the same where the state is loaded, as plain scalars."""
     return {name: getattr(config, name) for name in _BINDING} | {"has_momentum": config.momentum > 0}

@@ -5,49 +5,22 @@ per step; a method only decides how a gradient becomes new weights. `preset` hol
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args
 
 from logra.diagnostics import DiagnosticsConfig
 from logra.errors import ConfigError
 from logra.optim import Config
 from logra.rl.checkpoint_config import CheckpointConfig
+from logra.rl.checks import require as _require
+from logra.rl.checks import require_choices as _require_choices
+from logra.rl.checks import require_integer as _require_integer
+from logra.rl.checks import require_number as _require_number
+from logra.rl.guards.config import GuardsConfig
 from logra.trust import TrustRegion
 
 Method = Literal["logra", "paper", "adamw", "lora"]
 METHODS: tuple[str, ...] = get_args(Method)
-
-
-def _require(condition: bool, name: str, value: Any, allowed: str) -> None:
-    if not condition:
-        raise ConfigError(f"{name}={value!r}: {allowed}")
-
-
-def _require_integer(name: str, value: Any, least: int, unit: str = "") -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    _require(whole and value >= least, name, value, f"an integer of at least {least}{unit and f' ({unit})'}")
-
-
-def _require_number(name: str, value: Any, *, above: float | None = None) -> None:
-    """A finite number above `above`; None: of at least 0."""
-    finite = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    _require(
-        finite and (value >= 0 if above is None else value > above),
-        name,
-        value,
-        f"a finite number {'of at least 0' if above is None else f'above {above:g}'}",
-    )
-
-
-def _require_choices(config: Any, prefix: str = "") -> None:
-    """Every field that lists its values holds one of them. The command line checks this too, Python does not."""
-    for name, kind in type(config).__annotations__.items():
-        if get_origin(kind) is Literal:
-            allowed = get_args(kind)
-            _require(
-                getattr(config, name) in allowed, prefix + name, getattr(config, name), f"one of {', '.join(allowed)}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,16 +68,45 @@ class LossConfig:
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """What advantages are divided by: the standard deviation of the group, of the batch, or nothing."""
     epsilon: float = 0.2
-    """Clipping range of the probability ratio."""
+    """Clipping range of the probability ratio, downwards."""
+    epsilon_high: float = 0.28
+    """Clipping range of the probability ratio, upwards. With cispo the largest weight of a token (about 5)."""
     beta: float = 0.0
-    """Weight of the KL to the starting policy; above 0 a second copy of the model is held."""
+    """Weight of the KL to the reference policy (1e-4 for long runs); above 0 a second copy of the model is held."""
+    mask_truncated: bool = False
+    """Leave completions that reached max_new_tokens out of the loss."""
+    top_entropy: float = 1.0
+    """Share of the tokens, those of highest entropy, that the policy is trained on."""
+    entropy_coef: float = 0.0
+    """Weight of an entropy bonus."""
+    importance: Literal["off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "sequence_mask"
+    """Correction for an engine that samples from other probabilities than the trainer's: weights of tokens or of whole
+    sequences, cut at the limits (truncate) or set to 0 beyond them (mask)."""
+    importance_max: float = 3.0
+    """Largest importance weight."""
+    importance_min: float | None = None
+    """Smallest importance weight; null is 0."""
+    off_policy_kl: float | None = None
+    """Mask sequences with negative advantage whose mean log(rollout / trainer) exceeds this, nats per token; null never."""
     micro_batch_size: int = 8
     """Completions per forward and backward pass."""
 
     def __post_init__(self) -> None:
         _require_choices(self, "loss.")
         _require_number("loss.beta", self.beta)
-        _require_number("loss.epsilon", self.epsilon, above=0)
+        for name in ("epsilon", "epsilon_high", "importance_max"):
+            _require_number(f"loss.{name}", getattr(self, name), above=0)
+        _require_number("loss.entropy_coef", self.entropy_coef)
+        _require_number("loss.top_entropy", self.top_entropy)
+        _require(self.top_entropy <= 1, "loss.top_entropy", self.top_entropy, "a share from 0 to 1")
+        if self.off_policy_kl is not None:
+            _require_number("loss.off_policy_kl", self.off_policy_kl, above=0)
+        if self.importance_min is not None:
+            _require_number("loss.importance_min", self.importance_min)
+            _require(
+                self.importance_min < self.importance_max, "loss.importance_min", self.importance_min,
+                f"below loss.importance_max={self.importance_max:g}",
+            )  # fmt: skip
         _require_integer("loss.micro_batch_size", self.micro_batch_size, 1, "completions")
 
 
@@ -182,6 +184,10 @@ class RunConfig:
             _require_integer("run.num_threads", self.num_threads, 1, "threads, or null")
 
 
+_CORRECTIONS = ("importance", "importance_max", "importance_min", "off_policy_kl")
+"""Settings of the loss that matter where the rollout's probabilities are not the trainer's."""
+
+
 def preset(method: str) -> dict[str, Any]:
     """The groups that a method starts from; flags and files change single fields of them."""
     if method == "paper":
@@ -231,6 +237,7 @@ class TrainConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
     diagnostics: DiagnosticsConfig = field(default_factory=DiagnosticsConfig)
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
     logra: Config = field(default_factory=lambda: _NOT_GIVEN["logra"])
@@ -271,6 +278,7 @@ class TrainConfig:
                 f"(rollout.num_prompts={self.rollout.num_prompts} x rollout.num_samples={self.rollout.num_samples})"
             )
         self._refuse_unused_groups()
+        self._refuse_idle_guards()
 
     def _refuse_unused_groups(self) -> None:
         """A setting of a method that does not run is a mistake, not a wish."""
@@ -287,6 +295,29 @@ class TrainConfig:
             raise ConfigError(
                 f"diagnostics: method={self.method} makes no sketches that could be compared; allowed with logra and paper"
             )
+
+    def _refuse_idle_guards(self) -> None:
+        """A guard that could never act is a mistake."""
+        guards = self.guards
+        if guards.may_roll_back and self.method not in ("logra", "paper"):
+            raise ConfigError(
+                f"guards.sentinels: action rollback with method={self.method}, which keeps no log of updates to go back "
+                f"in; allowed are off, warn, skip and stop"
+            )
+        if guards.reference.is_on and (self.loss.beta == 0 or self.method == "lora"):
+            raise ConfigError(
+                f"guards.reference with loss.beta={self.loss.beta!r} and method={self.method}: there is no reference model "
+                f"that could be reset; it needs loss.beta above 0, and another method than lora"
+            )
+        if guards.validate_every and self.num_heldout == 0:
+            raise ConfigError(f"guards.validate_every={guards.validate_every}: needs num_heldout above 0")
+        if self.rollout.engine == "transformers":
+            without = dataclasses.replace(self.loss, **{name: getattr(LossConfig(), name) for name in _CORRECTIONS})
+            if corrections := changed_fields(self.loss, without):
+                raise ConfigError(
+                    f"loss ({', '.join(corrections)}) corrects for an engine that samples in the trainer's place, and has no "
+                    f"effect with rollout.engine=transformers"
+                )
 
     @property
     def prices_steps(self) -> bool:

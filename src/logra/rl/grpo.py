@@ -45,17 +45,22 @@ class CheckedGRPOTrainer(ResumableTrainer):
     """
 
     args: GRPOConfig  # transformers types it more loosely than TRL guarantees it
+    keeps_bad_rewards: bool = False
+    """Let rewards that are not finite through to `_admitted`, instead of ending the run at the first."""
+    wants_to_stop: bool = False
+    """End the training after the step."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         given = inspect.signature(TRLTrainer.__init__).bind(self, *args, **kwargs).arguments
         _require_rows(given.get("train_dataset"), given.get("args"))
         super().__init__(*args, **kwargs)
         self.reward_funcs: list[Any] = [
-            function if isinstance(function, nn.Module) else checked(function, name)
+            function if isinstance(function, nn.Module) else checked(function, name, keep_bad=self.keeps_bad_rewards)
             for function, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
         ]
         self._clock = StepClock()
         self._rewards = torch.empty(0, len(self.reward_funcs))
+        self._signal_free = torch.empty(0, dtype=torch.bool)
         self.add_callback(_StepEvents(self))
 
     # --- rollout ---
@@ -80,9 +85,12 @@ class CheckedGRPOTrainer(ResumableTrainer):
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields, *args, **kw)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        rewards = super()._calculate_rewards(*args, **kwargs)
+        self._rewards = self._admitted(super()._calculate_rewards(*args, **kwargs))
+        return self._rewards
+
+    def _admitted(self, rewards: Tensor) -> Tensor:
+        """The rewards of a generation batch, fp32 [completions, functions], as they may be trained on."""
         require_finite(rewards, self.reward_func_names)
-        self._rewards = rewards
         return rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -90,14 +98,22 @@ class CheckedGRPOTrainer(ResumableTrainer):
         with self._clock.rollout():
             batch = super()._generate_and_score_completions(inputs)
         num_generations: Any = self.num_generations if mode == "train" else self.num_generations_eval
-        totals = self._reward_totals()
-        summed = self.multi_objective_aggregation == "sum_then_normalize"
-        signal_free = signal_free_rows(totals[:, None] if summed else self._rewards, num_generations)
-        first = self.accelerator.process_index * len(inputs)
-        batch["advantages"] = batch["advantages"].masked_fill(signal_free[first : first + len(inputs)], 0.0)
-        for name, value in reward_metrics(totals, signal_free, num_generations).items():
+        self._signal_free = self._rows_without_signal(num_generations)
+        own_rows = self._own_rows(self._signal_free, len(inputs))
+        batch["advantages"] = batch["advantages"].masked_fill(own_rows, 0.0)
+        for name, value in reward_metrics(self._reward_totals(), self._signal_free, num_generations).items():
             self._metrics[mode][name].append(value)
         return batch
+
+    def _rows_without_signal(self, num_generations: int) -> Tensor:
+        """Completions of the generation batch that nothing is to be learned from, bool [completions]."""
+        summed = self.multi_objective_aggregation == "sum_then_normalize"
+        return signal_free_rows(self._reward_totals()[:, None] if summed else self._rewards, num_generations)
+
+    def _own_rows(self, rows: Tensor, num_own: int) -> Tensor:
+        """This process's part of a tensor that has a row for every completion of all processes."""
+        first = self.accelerator.process_index * num_own
+        return rows[first : first + num_own]
 
     def _reward_totals(self) -> Tensor:
         """Weighted reward of each completion of the generation batch, fp32 [completions], NaN where not scored."""
@@ -254,6 +270,8 @@ class _StepEvents(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._trainer._on_step_end()
+        if self._trainer.wants_to_stop:
+            control.should_training_stop = True
 
 
 def _require_rows(dataset: Any, args: GRPOConfig | None) -> None:

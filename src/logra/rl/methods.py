@@ -23,7 +23,9 @@ from logra.errors import ConfigError, DataError
 from logra.rl.checkpoints import ResumedPublisher
 from logra.rl.config import TrainConfig
 from logra.rl.default_model import MODEL_ID, default_model_path
-from logra.rl.grpo import CHECKPOINTING, CheckedGRPOTrainer
+from logra.rl.grpo import CHECKPOINTING
+from logra.rl.guarded import GuardedGRPOTrainer
+from logra.rl.guards.length_penalty import with_length_penalty
 from logra.rl.priced import PricedGRPOTrainer
 from logra.rl.tasks import Task
 from logra.rl.trainer import GRPOTrainer
@@ -150,7 +152,7 @@ def build_trainer(
     dataset: Dataset,
     arguments: GRPOConfig,
     diagnostics: Sequence[Diagnostic] = (),
-) -> CheckedGRPOTrainer:
+) -> GuardedGRPOTrainer:
     """The trainer of the method, ready to train.
 
     Args:
@@ -165,15 +167,16 @@ def build_trainer(
     common: dict[str, Any] = {
         "model": model,
         "processing_class": tokenizer,
-        "reward_funcs": reward,
+        "reward_funcs": with_length_penalty(reward, config.guards.length_penalty, config.rollout.max_new_tokens),
         "args": arguments,
         "train_dataset": dataset,
+        "guards": config.guards,
     }
     if config.method in ("logra", "paper"):
-        trainer: CheckedGRPOTrainer = GRPOTrainer(logra=config.optimizer_config, diagnostics=diagnostics, **common)
+        trainer: GuardedGRPOTrainer = GRPOTrainer(logra=config.optimizer_config, diagnostics=diagnostics, **common)
         trainer.create_optimizer()
         return trainer
-    baseline: Callable[..., CheckedGRPOTrainer] = CheckedGRPOTrainer
+    baseline: Callable[..., GuardedGRPOTrainer] = GuardedGRPOTrainer
     if config.prices_steps:
         baseline = functools.partial(PricedGRPOTrainer, trust=config.trust)
     if config.method == "lora":
@@ -221,7 +224,11 @@ def _grpo_config(config: TrainConfig) -> GRPOConfig:
         loss_type=config.loss.loss_type,
         scale_rewards=config.loss.scale_rewards,
         epsilon=config.loss.epsilon,
+        epsilon_high=config.loss.epsilon_high,
         beta=config.loss.beta,
+        mask_truncated_completions=config.loss.mask_truncated,
+        top_entropy_quantile=config.loss.top_entropy,
+        entropy_coef=config.loss.entropy_coef,
         lr_scheduler_type=config.run.lr_schedule if config.run.warmup_steps == 0 else _with_warmup(config),
         warmup_steps=config.run.warmup_steps,
         bf16=config.run.precision == "bf16",
@@ -243,10 +250,19 @@ def _engine_arguments(config: TrainConfig) -> dict[str, Any]:
     rollout = config.rollout
     if rollout.engine == "transformers":
         return {}
+    loss = config.loss
+    correction = {
+        "vllm_importance_sampling_correction": loss.importance != "off",
+        "vllm_importance_sampling_mode": "sequence_mask" if loss.importance == "off" else loss.importance,
+        "vllm_importance_sampling_clip_max": loss.importance_max,
+        "vllm_importance_sampling_clip_min": loss.importance_min,
+        "off_policy_mask_threshold": loss.off_policy_kl,
+    }
     if rollout.engine == "vllm":
-        return {"use_vllm": True, "vllm_mode": "colocate"}
+        return {"use_vllm": True, "vllm_mode": "colocate", **correction}
     return {
         "use_vllm": True,
+        **correction,
         "vllm_mode": "server",
         "vllm_server_base_url": rollout.server_url or "http://127.0.0.1:8000",
     }
@@ -271,7 +287,7 @@ def _optimizer_arguments(config: TrainConfig) -> dict[str, Any]:
     return {"max_grad_norm": 0.0}
 
 
-def count_parameters(trainer: CheckedGRPOTrainer) -> dict[str, int]:
+def count_parameters(trainer: GuardedGRPOTrainer) -> dict[str, int]:
     """Numbers of parameters that are sketched, trained densely and frozen."""
     if isinstance(trainer, GRPOTrainer):
         return trainer.sketch_optimizer.num_parameters()
@@ -283,7 +299,7 @@ def count_parameters(trainer: CheckedGRPOTrainer) -> dict[str, int]:
 
 def publish_updates(
     config: TrainConfig,
-    trainer: CheckedGRPOTrainer,
+    trainer: GuardedGRPOTrainer,
     folder: Path,
     *,
     resumed: bool = False,
@@ -307,7 +323,7 @@ def publish_updates(
             trainer.publish_to(Publisher(log, optimizer, **settings))
 
 
-def trained_policy(trainer: CheckedGRPOTrainer) -> PreTrainedModel:
+def trained_policy(trainer: GuardedGRPOTrainer) -> PreTrainedModel:
     """The plain model that was trained; LoRA adapters are merged into its weights, which ends their training."""
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model

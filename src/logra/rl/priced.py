@@ -11,17 +11,17 @@ from torch import nn
 
 from logra.contracts import TrustPolicy
 from logra.errors import ConfigError
-from logra.rl.grpo import CheckedGRPOTrainer
+from logra.rl.guarded import GuardedGRPOTrainer
 from logra.rl.metrics import optimizer_metrics
 from logra.rl.priced_step import PricedStep
 from logra.rl.probe_window import ProbeWindow, TimedTrust
 
 
-class PricedGRPOTrainer(CheckedGRPOTrainer):
-    """`CheckedGRPOTrainer` with a trust region around the step of TRL's optimizer.
+class PricedGRPOTrainer(GuardedGRPOTrainer):
+    """`GuardedGRPOTrainer` with a trust region around the step of TRL's optimizer.
 
     Args:
-        *args, **kwargs: the arguments of `trl.GRPOTrainer`.
+        *args, **kwargs: the arguments of `GuardedGRPOTrainer`.
         trust: prices and scales every step.
 
     Raises:
@@ -68,6 +68,7 @@ class PricedGRPOTrainer(CheckedGRPOTrainer):
         self._window.clear()
 
     def _on_pre_optimizer_step(self) -> None:
+        super()._on_pre_optimizer_step()
         self._timed.reset()
         self._mismatch = self._window.mismatch(self._mismatch)
         tensors = self._window.tensors()

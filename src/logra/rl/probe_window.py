@@ -5,6 +5,7 @@ count is read off the masks by position: a pad token that is also the end-of-seq
 where the policy produced it.
 """
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -94,11 +95,13 @@ def _flat(batch: Mapping[str, Any], field: str) -> Tensor:
 
 
 class TimedTrust:
-    """A trust policy that knows how many seconds it has taken since `reset`."""
+    """A trust policy that knows how many seconds it has taken since `reset`, and whose budget can be made smaller."""
 
     def __init__(self, policy: TrustPolicy) -> None:
         self.policy = policy
         self.seconds = 0.0
+        self.budget_scale = 1.0
+        """Share of the policy's budget that a step may use, at most 1."""
 
     def reset(self) -> None:
         """Start counting at 0."""
@@ -111,7 +114,7 @@ class TimedTrust:
     def predict(self, *args: Any, **kwargs: Any) -> TrustDecision:
         """See `logra.contracts.TrustPolicy`."""
         with self._timed():
-            return self.policy.predict(*args, **kwargs)
+            return self._scaled(self.policy.predict(*args, **kwargs))
 
     def verify(self, *args: Any, **kwargs: Any) -> TrustVerdict:
         """See `logra.contracts.TrustPolicy`."""
@@ -135,3 +138,12 @@ class TimedTrust:
             yield
         finally:
             self.seconds += time.perf_counter() - start
+
+    def _scaled(self, decision: TrustDecision) -> TrustDecision:
+        if self.budget_scale == 1.0:
+            return decision
+        budget = self.budget_scale * decision.budget
+        alpha = decision.alpha
+        if decision.predicted_kl > 0:
+            alpha = min(alpha, math.sqrt(budget / decision.predicted_kl))
+        return TrustDecision(alpha=alpha, predicted_kl=decision.predicted_kl, budget=budget)

@@ -97,14 +97,23 @@ class StepRecorder(TrainerCallback):
 
 
 class SeedEachStep(TrainerCallback):
-    """Seeds the sampling of every step by its number, so that all methods draw with the same random numbers."""
+    """Seeds the sampling of every step by its number, so that all methods draw with the same random numbers.
 
-    def __init__(self, seed: int) -> None:
+    Args:
+        seed: of the run.
+        num_rollbacks: returns how often the run went back so far: after each time it draws with other numbers.
+    """
+
+    def __init__(self, seed: int, num_rollbacks: Callable[[], int] = lambda: 0) -> None:
         self._seed = seed
+        self._num_rollbacks = num_rollbacks
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Seed torch's generators."""
-        torch.manual_seed(derive_key("rollout", self._seed, state.global_step) % 2**63)
+        rollbacks = self._num_rollbacks()
+        torch.manual_seed(
+            derive_key("rollout", self._seed, state.global_step, *([rollbacks] if rollbacks else [])) % 2**63
+        )
 
 
 class StopOnInterrupt(TrainerCallback):

@@ -2,7 +2,8 @@
 
 Contract: a reward function takes TRL's keyword arguments (prompts, completions, dataset columns) and returns one
 value per completion. A value is a finite number, or None for a completion that cannot be scored (it is dropped).
-Everything else is a DataError that names the function.
+Everything else is a DataError that names the function; with `keep_bad`, a number that is not finite becomes infinity, which
+stands for "bad" until the trainer drops the completion's group.
 """
 
 import functools
@@ -36,13 +37,14 @@ def last_integer(text: str) -> int | None:
     return int(found[-1]) if found else None
 
 
-def check_rewards(values: Any, *, name: str, num_completions: int) -> list[float | None]:
+def check_rewards(values: Any, *, name: str, num_completions: int, keep_bad: bool = False) -> list[float | None]:
     """The values a reward function returned, as floats or None.
 
     Args:
         values: what the function returned.
         name: of the function, for the message.
         num_completions: how many values there must be.
+        keep_bad: return infinity for NaN and infinities.
 
     Raises:
         DataError: not a sequence of the right length, or a value that is neither None nor a finite number.
@@ -61,10 +63,10 @@ def check_rewards(values: Any, *, name: str, num_completions: int) -> list[float
             f"reward function {name!r} returned {len(values)} rewards for {num_completions} completions: "
             f"it must return exactly one per completion"
         )
-    return [_check_value(value, name, index) for index, value in enumerate(values)]
+    return [_check_value(value, name, index, keep_bad) for index, value in enumerate(values)]
 
 
-def _check_value(value: Any, name: str, index: int) -> float | None:
+def _check_value(value: Any, name: str, index: int, keep_bad: bool) -> float | None:
     if value is None:
         return None
     try:
@@ -76,31 +78,34 @@ def _check_value(value: Any, name: str, index: int) -> float | None:
             f"reward function {name!r} returned {value!r} for completion {index}: a reward is a number or None"
         ) from None
     if not math.isfinite(number):
+        if keep_bad:
+            return math.inf
         raise DataError(
             f"reward function {name!r} returned {number} for completion {index}: a reward must be finite. "
-            f"Return None to leave a completion out."
+            f"Return None to leave a completion out, or let guards.on_bad_reward=drop leave its group out."
         )
     return number
 
 
-def checked(function: RewardFunction, name: str) -> RewardFunction:
+def checked(function: RewardFunction, name: str, *, keep_bad: bool = False) -> RewardFunction:
     """`function` with its return value checked (see `check_rewards`); an async function stays async.
 
     What it raises becomes a DataError that names it.
     """
+    check = functools.partial(check_rewards, name=name, keep_bad=keep_bad)
     call = function.func if isinstance(function, functools.partial) else function
     if inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(getattr(call, "__call__", None)):  # noqa: B004
 
         async def checked_async(**kwargs: Any) -> list[float | None]:
             with _named(name):
-                return check_rewards(await function(**kwargs), name=name, num_completions=len(kwargs["completions"]))
+                return check(await function(**kwargs), num_completions=len(kwargs["completions"]))
 
         wrapper: RewardFunction = checked_async
     else:
 
         def checked_sync(**kwargs: Any) -> list[float | None]:
             with _named(name):
-                return check_rewards(function(**kwargs), name=name, num_completions=len(kwargs["completions"]))
+                return check(function(**kwargs), num_completions=len(kwargs["completions"]))
 
         wrapper = checked_sync
     wrapper.__name__ = name
@@ -131,6 +136,22 @@ def require_finite(rewards: Tensor, names: Sequence[str]) -> None:
     infinite = torch.isinf(rewards).any(dim=0)
     for column in infinite.nonzero().flatten().tolist():
         raise DataError(f"reward function {names[column]!r} returned an infinite reward: a reward must be finite")
+
+
+def take_out_bad(rewards: Tensor, is_model: Sequence[bool]) -> tuple[Tensor, Tensor]:
+    """Rewards with "not scored" in place of the bad ones, and which completions had one.
+
+    Args:
+        rewards: fp32 [completions, functions]; NaN is "not scored", infinity is bad. A reward model scores everything: its
+            NaN is bad too.
+        is_model: for every column, whether a reward model made it.
+
+    Returns:
+        The rewards, and bool [completions].
+    """
+    models = torch.tensor(list(is_model), device=rewards.device)
+    bad = rewards.isinf() | (rewards.isnan() & models)
+    return rewards.masked_fill(bad, math.nan), bad.any(dim=1)
 
 
 def signal_free_rows(rewards: Tensor, num_generations: int) -> Tensor:

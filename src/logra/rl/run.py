@@ -19,6 +19,7 @@ from logra.checkpoint import CheckpointStore
 from logra.errors import CheckpointError, LograError
 from logra.rl.config import TrainConfig
 from logra.rl.display import Display, make_display
+from logra.rl.event_recorder import EventRecorder
 from logra.rl.metrics import peak_memory_bytes
 from logra.rl.quiet import silence_libraries
 from logra.rl.recorder import SeedEachStep, StepRecorder, StopOnInterrupt
@@ -126,6 +127,9 @@ class _Run:
         self._recorder = StepRecorder(folder, display, self._samples)
         self._stopper = StopOnInterrupt(display)
         self._memory = MemoryReport(self._trainer, config.method, with_ledger=config.profile)
+        if self._trainer.guards is not None:
+            self._trainer.guards.subscribe(EventRecorder(folder, display))
+        self._trainer.validate = lambda: self._score(self._trainer.model)
         self._seconds = self._origin.run.get("train_s", 0.0)
         self._before: float | None = None
         self._start = time.perf_counter()
@@ -243,7 +247,9 @@ class _Run:
         from transformers import PrinterCallback
 
         self._trainer.remove_callback(PrinterCallback)
-        for callback in (SeedEachStep(self._config.run.seed), self._recorder, self._stopper, self._memory, self._saver):
+        guards = self._trainer.guards
+        seeds = SeedEachStep(self._config.run.seed, lambda: 0 if guards is None else guards.num_rollbacks)
+        for callback in (seeds, self._recorder, self._stopper, self._memory, self._saver):
             if callback is not None:
                 self._trainer.add_callback(callback)
         self._start = time.perf_counter()
@@ -299,6 +305,7 @@ class _Run:
             "method": self._config.method,
             "num_steps": num_steps,
             "interrupted": self._stopper.requested,
+            "guards": self._guard_results(),
             "heldout": {
                 "score": self._task.score_name,
                 "decoding": "greedy",
@@ -311,6 +318,16 @@ class _Run:
             "train_s": self._seconds,
             "seconds_per_step": self._seconds / num_steps if num_steps else None,
             "peak_memory_bytes": peak_memory_bytes(self._trainer.accelerator.device),
+        }
+
+    def _guard_results(self) -> dict[str, Any]:
+        """What a claim about the run has to say: rollbacks, whether a guard ended it, and events by kind."""
+        guards = self._trainer.guards
+        assert guards is not None
+        return {
+            "rollbacks": guards.num_rollbacks,
+            "stopped_by_guard": self._trainer.wants_to_stop,
+            "events": dict(sorted(guards.counts.items())),
         }
 
     def _conclude(self, results: dict[str, Any], *, saved: bool) -> None:

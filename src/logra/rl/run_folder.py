@@ -3,6 +3,7 @@
 config.yaml      everything resolved, and the versions of what it ran with; --config reads it back
 metrics.jsonl    one object per step
 samples.jsonl    a few completions of every step, with prompt and reward
+events.jsonl     what the guards noticed and did, one object per event, see docs/long-runs.md
 updates/         the log of all updates: with the base model, the weights of every step (methods logra and paper)
 checkpoints/     what --resume continues from, see `logra.checkpoint`
 model/           the trained model, for AutoModelForCausalLM.from_pretrained
@@ -52,6 +53,7 @@ class RunFolder:
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.samples = self.path / "samples.jsonl"
+        self.events = self.path / "events.jsonl"
         self.updates = self.path / "updates"
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
@@ -100,7 +102,7 @@ class RunFolder:
     @property
     def _parts(self) -> tuple[Path, ...]:
         """What a run writes, and what replacing it removes: whatever else was put here stays."""
-        files = (self.config, self.metrics, self.samples, self.memory, self.results, self.report)
+        files = (self.config, self.metrics, self.samples, self.events, self.memory, self.results, self.report)
         return (*files, self.updates, self.checkpoints, self.model, self._unfinished_model)
 
     def require_outside(self, field: str, source: str | Path) -> None:
@@ -188,7 +190,7 @@ class RunFolder:
     def positions(self) -> dict[str, int]:
         """Sizes of the files that grow with every step, bytes; durable up to there."""
         sizes = {}
-        for path in (self.metrics, self.samples):
+        for path in (self.metrics, self.samples, self.events):
             sizes[path.name] = path.stat().st_size if path.exists() else 0
             if path.exists():
                 fsync(path)
@@ -208,7 +210,7 @@ class RunFolder:
         """
         short = []
         with _writing(self.path):
-            for path in (self.metrics, self.samples):
+            for path in (self.metrics, self.samples, self.events):
                 size = path.stat().st_size if path.exists() else 0
                 if size < positions[path.name]:
                     short.append(path.name)
@@ -264,6 +266,10 @@ class RunFolder:
     def add_sample(self, sample: Mapping[str, Any]) -> None:
         """Append one completion."""
         _append(self.samples, sample)
+
+    def add_event(self, event: Mapping[str, Any]) -> None:
+        """Append one event of a guard."""
+        _append(self.events, event)
 
     def write_memory(self, content: Mapping[str, Any]) -> None:
         """Write what the run held in memory."""

@@ -25,6 +25,9 @@ from logra.errors import ConfigError
 from logra.optim import Config, SketchOptimizer
 from logra.phases import phase
 from logra.rl.grpo import CheckedGRPOTrainer
+from logra.rl.guarded import GuardedGRPOTrainer
+from logra.rl.guards import rollback
+from logra.rl.guards.config import GuardsConfig
 from logra.rl.metrics import ROLLOUT_VERSION, optimizer_metrics
 from logra.rl.probe_window import ProbeWindow, TimedTrust
 from logra.rl.rollout import delivery_metrics, rollout_engine
@@ -32,7 +35,7 @@ from logra.sync import Publisher
 from logra.sync.protocols import UpdateLog
 
 
-class GRPOTrainer(CheckedGRPOTrainer):
+class GRPOTrainer(GuardedGRPOTrainer):
     """Drop-in for `trl.GRPOTrainer` that trains the full weights from gradient sketches.
 
     Args:
@@ -43,6 +46,7 @@ class GRPOTrainer(CheckedGRPOTrainer):
             warning says so when they are set). `args.lr_scheduler_type` and warm-up work as usual, and
             `args.max_grad_norm` (1.0 in TRL) holds unless `Config.max_grad_norm` is set.
         diagnostics: probes of `logra.diagnostics` that look at the steps, and whose numbers join the metrics.
+        guards: what watches over a long run, see docs/long-runs.md; None: nothing.
         **kwargs: the arguments of `trl.GRPOTrainer`. `optimizers` may hold a `SketchOptimizer`, then without `logra`; the
             trainer takes it over, and completes its config in the same way.
 
@@ -57,12 +61,19 @@ class GRPOTrainer(CheckedGRPOTrainer):
         >>> trainer.train()
     """
 
-    def __init__(self, *args: Any, logra: Config | None = None, diagnostics: Sequence[Diagnostic] = (), **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        logra: Config | None = None,
+        diagnostics: Sequence[Diagnostic] = (),
+        guards: GuardsConfig | None = None,
+        **kwargs: Any,
+    ):
         given = inspect.signature(TRLTrainer.__init__).bind(self, *args, **kwargs).arguments
         arguments: GRPOConfig | None = given.get("args")
         _refuse_arguments(arguments, given, logra)
         with rollout_engine(arguments):
-            super().__init__(*args, **kwargs)
+            super().__init__(*args, guards=guards, **kwargs)
         _refuse_accelerator(self)
         _warn_of_ignored(self.args)
         given_optimizer: Any = self.optimizer
@@ -116,6 +127,10 @@ class GRPOTrainer(CheckedGRPOTrainer):
             publisher: of an update log, built with this trainer's `sketch_optimizer`.
         """
         self._publisher = publisher
+        if self.guards is not None:
+            self.guards.begin(self.sketch_optimizer.version)
+            if self.guards.config.may_roll_back:
+                rollback.anchor_start(publisher, self.sketch_optimizer)
 
     @property
     def publisher(self) -> Publisher | None:
@@ -173,8 +188,13 @@ class GRPOTrainer(CheckedGRPOTrainer):
         # An exception in an earlier train() can have left half a step behind.
         self.sketch_optimizer.zero_grad()
         self._window.clear()
+        if self.guards is not None and self.guards.config.may_roll_back and self._publisher is None:
+            raise ConfigError(
+                "guards.sentinels: action rollback needs the log of updates: call publish_to(publisher) first"
+            )
 
     def _on_pre_optimizer_step(self) -> None:
+        super()._on_pre_optimizer_step()
         trust = self.sketch_optimizer.config.trust
         due = [diagnostic for diagnostic in self._diagnostics if diagnostic.is_due]
         if trust is None and not due:
@@ -184,6 +204,8 @@ class GRPOTrainer(CheckedGRPOTrainer):
         if trust is not None:
             self._mismatch = self._window.mismatch(self._mismatch)
         tensors = self._window.tensors()
+        if self.sketch_optimizer.skips_step:
+            return
         # Without advantage on any process (or without a token that counts) the gradient is zero and the step is skipped
         # before anything is priced. A KL or entropy term in the loss makes a gradient of its own. A process that has no
         # signal itself takes part in the pricing of the others' gradient, on its own responses.
@@ -229,6 +251,46 @@ class GRPOTrainer(CheckedGRPOTrainer):
         logs["sync/version"] = float(optimizer.version)
         if "grad_norm" in optimizer.diagnostics():
             logs["grad_norm"] = optimizer.diagnostics()["grad_norm"]
+
+    # --- what guards do ---
+
+    @property
+    def _can_roll_back(self) -> bool:
+        return self.accelerator.num_processes == 1
+
+    @property
+    def _version(self) -> int:
+        return self.sketch_optimizer.version
+
+    def _skip_step(self) -> None:
+        self.sketch_optimizer.skip_step("guard")
+
+    def _forget_moments(self) -> None:
+        self.sketch_optimizer.restart()
+
+    def _roll_back(self) -> None:
+        """Go on with the weights of the last good version, a smaller budget and another seed."""
+        assert self.guards is not None and self._publisher is not None
+        good = self.guards.good_version()
+        update = rollback.go_back(self.sketch_optimizer, self._publisher, good)
+        if self.use_vllm:
+            self._engine.add(update)
+        self.guards.rolled_back(self.state.global_step, to_version=good, as_version=update.version)
+        self.shrink_budget()
+        self._mismatch = None
+        if self.ref_model is not None and self.guards.reference_version > good:
+            self._reset_reference("rollback", float(self.guards.reference_version), float(good))
+
+    def shrink_budget(self) -> None:
+        """Apply the guards' `budget_scale` to the trust region, or to the learning rate where there is none."""
+        assert self.guards is not None
+        trust = self.sketch_optimizer.config.trust
+        if isinstance(trust, TimedTrust):
+            trust.budget_scale = self.guards.budget_scale
+            return
+        scheduler: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
+        initial = [group["initial_lr"] for group in self.sketch_optimizer.param_groups]
+        scheduler.base_lrs = [lr * self.guards.budget_scale for lr in initial]
 
 
 def _refuse_arguments(args: GRPOConfig | None, given: dict[str, Any], logra: Config | None) -> None:

@@ -15,6 +15,10 @@ _FRAME_LINES = 6
 """Lines beside the rows: three rules and the header of the table, the progress bar, and the line of the cursor."""
 
 
+_MOST_ROWS = 200
+"""Rows that are kept: more than any terminal is high."""
+
+
 class Display(Protocol):
     """Shows the steps of a run. A context manager around the training."""
 
@@ -119,6 +123,7 @@ class LiveDisplay:
     def add_step(self, metrics: Mapping[str, Any]) -> None:
         """Add a row."""
         self._rows.append((str(metrics["step"]), *cells(metrics).values()))
+        del self._rows[:-_MOST_ROWS]
         self._progress.update(self._bar, completed=metrics["step"])
 
     def say(self, text: str) -> None:

@@ -22,6 +22,10 @@ RENAMED = ("reward", "reward_std", "frac_reward_zero_std", "entropy", "step_time
 """TRL's metrics that are logged under a name of logra's, or mean nothing here."""
 
 
+_KEPT_LOGS = 10
+"""Entries that stay in transformers' history of logs, which would grow with every step; metrics.jsonl has all."""
+
+
 class StepSummary:
     """What the results of a run say of its steps, in the memory of a few numbers."""
 
@@ -80,6 +84,7 @@ class StepRecorder(TrainerCallback):
             {"step": state.global_step} | {name: value for name, value in sorted(logs.items()) if name not in RENAMED}
         )
         self.summary.add(metrics)
+        del state.log_history[:-_KEPT_LOGS]
         self._folder.add_metrics(metrics)
         # Baselines have no policy versions.
         version = {"policy_version": int(metrics[ROLLOUT_VERSION])} if ROLLOUT_VERSION in metrics else {}

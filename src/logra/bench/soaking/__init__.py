@@ -1,0 +1,1 @@
+"""Parts of the soak: a small policy, its task, the faults, and what is measured."""

@@ -50,6 +50,11 @@ test-vllm: .venv-vllm/.installed
 bench-check: $(VENV)/.installed
 	$(BIN)/logra bench check
 
+# Thousands of steps of a small policy with every guard on and faults injected; the figures go to docs/long-runs.md.
+soak: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/logra bench soak
+	$(BIN)/logra bench soak --write-docs
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 import logra
 from logra.errors import ConfigError, DataError
 from logra.rl import GRPOTrainer
-from logra.rl.guarded import GuardedGRPOTrainer
+from logra.rl.guarded import GuardedGRPOTrainer, GuardState
 from logra.rl.guards.config import GuardsConfig, KLPenalty, ReferenceReset, Rollback, Rule, Sentinels
 from logra.sync import DirectoryLog, Publisher, Replica
 
@@ -29,7 +29,7 @@ def make_trainer(model_folder, tokenizer, dataset, make_args, num_letters):
         return kind(
             model=str(model_folder),
             reward_funcs=reward,
-            args=make_args(model_init_kwargs={"dtype": "float32"}, **overrides),
+            args=make_args(**({"model_init_kwargs": {"dtype": "float32"}} | overrides)),
             train_dataset=dataset,
             processing_class=tokenizer,
             guards=guards,
@@ -68,7 +68,7 @@ def test_a_bad_reward_drops_its_group_and_is_counted(make_trainer, num_letters):
 
 def test_a_bad_reward_ends_the_run_where_it_is_not_to_be_dropped(make_trainer):
     trainer = make_trainer(reward=lambda completions, **_: [math.nan] * len(completions), guards=GuardsConfig())
-    with pytest.raises(DataError, match="guards.on_bad_reward=drop"):
+    with pytest.raises(DataError, match=r"guards\.on_bad_reward=drop"):
         trainer.train()
 
 
@@ -80,7 +80,7 @@ def test_without_any_signal_the_search_ends_with_the_reason(make_trainer):
         return [0.25] * len(completions)
 
     trainer = make_trainer(reward=constant, guards=GuardsConfig(resample=True))
-    with pytest.raises(DataError, match="of 22 groups none has a signal.*22 with reward 0.25"):
+    with pytest.raises(DataError, match=r"of 22 groups none has a signal.*22 with reward 0\.25"):
         trainer.train()
     assert calls == [8] * 11  # the step's own batch, and ten more
 
@@ -118,6 +118,7 @@ def test_the_kl_term_joins_the_loss(make_trainer, estimator):
     losses = []
     for trainer in trainers:
         torch.manual_seed(0)
+        trainer.model.train()
         inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
         trainer.current_gradient_accumulation_steps = 2
         loss = trainer._compute_loss(trainer.model, inputs)
@@ -265,7 +266,22 @@ def test_default_guards_change_nothing(make_trainer):
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
-def test_the_state_of_guards_is_json(make_trainer):
-    trainer = make_trainer(guards=GuardsConfig(), max_steps=1)
-    trainer.train()
-    assert json.loads(json.dumps(trainer.guards.state_dict()))["versions"] == [[1, True]]
+def test_the_state_of_guards_survives(make_trainer):
+    config = GuardsConfig(reference=ReferenceReset(every_steps=1))
+    trust = logra.TrustRegion(kl_budget=1e-2, alpha_max=1e6, min_tokens=8)
+    trainers = [
+        make_trainer(guards=config, logra_config=logra.Config(rank=4, trust=trust), beta=1e-3, max_steps=1)
+        for _ in "ab"
+    ]
+    first, second = trainers
+    first.train()
+    first.guards.budget_scale = 0.5
+    second.create_optimizer()
+    states = [next(c for c in t.callback_handler.callbacks if isinstance(c, GuardState)) for t in trainers]
+    state = states[0].state_dict()
+    states[1].load_state_dict(json.loads(json.dumps({"guards": state["guards"]})) | {"reference": state["reference"]})
+    assert second.guards.state_dict() == first.guards.state_dict()
+    assert second.guards.state_dict()["versions"] == [[1, True]]
+    assert second.sketch_optimizer.config.trust.budget_scale == 0.5
+    for name, value in second.ref_model.state_dict().items():
+        assert torch.equal(value, first.ref_model.state_dict()[name])

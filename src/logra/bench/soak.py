@@ -68,7 +68,7 @@ def soak_config(folder: Path, num_steps: int) -> Any:
     """
     import logra
     from logra.bench.soaking import policy, task
-    from logra.rl import config
+    from logra.rl import checkpoint_config, config
     from logra.rl.guards import config as guards
 
     def rule(threshold: float, action: Any) -> Any:
@@ -95,6 +95,7 @@ def soak_config(folder: Path, num_steps: int) -> Any:
         rollout=config.RolloutConfig(num_prompts=4, num_samples=8, max_new_tokens=policy.MAX_ANSWER),
         loss=config.LossConfig(beta=1e-4, mask_truncated=True, micro_batch_size=32),
         run=config.RunConfig(num_steps=num_steps, num_logged_samples=1, anchor_every=250, device="cpu"),
+        checkpoints=checkpoint_config.CheckpointConfig(every=250),
         logra=logra.Config(lr=1e-3, rank=8),
         trust=logra.TrustRegion(kl_budget=1e-3, kl_budget_final=2e-4, schedule_steps=2000, min_tokens=64),
         guards=guards.GuardsConfig(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from datasets import IterableDataset
 from torch import Tensor, nn
+from transformers import TrainerCallback
 
 from logra import distributed
 from logra.errors import ConfigError
@@ -53,6 +54,7 @@ class GuardedGRPOTrainer(CheckedGRPOTrainer):
         super().__init__(*args, **kwargs)
         if self.guards is not None:
             self._require_usable(self.guards.config)
+            self.add_callback(GuardState(self))
 
     def _require_usable(self, config: GuardsConfig) -> None:
         if config.may_roll_back and not self._can_roll_back:
@@ -283,6 +285,10 @@ class GuardedGRPOTrainer(CheckedGRPOTrainer):
     def _roll_back(self) -> None:
         raise ConfigError("this trainer cannot roll back")
 
+    def shrink_budget(self) -> None:
+        """Apply the guards' `budget_scale`."""
+        raise ConfigError("this trainer cannot roll back")
+
     def _forget_moments(self) -> None:
         """Drop the optimizer's moments."""
         optimizer: Any = self.optimizer
@@ -319,6 +325,42 @@ class GuardedGRPOTrainer(CheckedGRPOTrainer):
                 + (", the optimizer's moments are dropped" if forget else ""),
             )
         )
+
+
+class GuardState(TrainerCallback):
+    """What a checkpoint keeps of the guards: their numbers, and the reference's weights once they were replaced.
+
+    Args:
+        trainer: with guards.
+    """
+
+    checkpoint_name = "guards"
+
+    def __init__(self, trainer: GuardedGRPOTrainer) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers, lists, and the tensors of a replaced reference."""
+        guards = self._trainer.guards
+        assert guards is not None
+        reference = {}
+        if guards.reference.last_reset_step > 0:
+            reference = dict(self._reference.state_dict())
+        return {"guards": guards.state_dict(), "reference": reference}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`; optimizer and scheduler have been loaded."""
+        guards = self._trainer.guards
+        assert guards is not None
+        guards.load_state_dict(state["guards"])
+        if state["reference"]:
+            self._reference.load_state_dict(state["reference"])
+        if guards.budget_scale != 1.0:
+            self._trainer.shrink_budget()
+
+    @property
+    def _reference(self) -> nn.Module:
+        return self._trainer.accelerator.unwrap_model(self._trainer.ref_model)
 
 
 def _groups(rows: Tensor, size: int) -> list[int]:

@@ -7,10 +7,12 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-FAST_STEPS = range(2500, 2520)
-"""Steps (from 0) in which `lr` is ten times as large. The trust region shortens such a step to its budget."""
-UNBOUND_STEPS = range(3500, 3520)
-"""Steps (from 0) that really are ten times as long: with a budget 100 times as large, as KL goes with the square."""
+NUM_BROKEN = 20
+"""Steps that a fault of the optimizer lasts."""
+FAST = 0.5
+"""Where in the run `lr` is ten times as large. The trust region shortens such a step to its budget."""
+UNBOUND = 0.7
+"""Where steps really are ten times as long: with a budget 100 times as large, as KL goes with the square."""
 
 
 class Faults(TrainerCallback):
@@ -26,17 +28,18 @@ class Faults(TrainerCallback):
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Break or mend."""
-        optimizer = self._trainer.sketch_optimizer
-        if state.global_step in FAST_STEPS:
+        optimizer, step = self._trainer.sketch_optimizer, state.global_step
+        fast, unbound = int(FAST * args.max_steps), int(UNBOUND * args.max_steps)
+        if fast <= step < fast + NUM_BROKEN:
             for group in optimizer.param_groups:
                 group["lr"] *= 10
         trust = optimizer.config.trust
-        if state.global_step == UNBOUND_STEPS.start:
+        if step == unbound:
             self._policy = policy = trust.policy
             trust.policy = dataclasses.replace(
                 policy, kl_budget=100 * policy.kl_budget, kl_budget_final=100 * policy.kl_budget_final, alpha_max=1e6
             )
-        elif state.global_step == UNBOUND_STEPS.stop:
+        elif step == unbound + NUM_BROKEN:
             trust.policy = self._policy
 
 

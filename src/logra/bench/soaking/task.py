@@ -11,11 +11,11 @@ from typing import Any
 
 NAN_SHARE = 0.002
 """Share of completions whose reward is NaN."""
-POISONED_STEPS = (1500,)
-"""Steps (from 0) whose rewards are poisoned."""
+POISONED = 0.3
+"""Where in the run lies the step whose rewards are poisoned."""
 POISON = -1e6
-FAULTS = "LOGRA_SOAK_FAULTS"
-"""Environment variable that switches the faults on."""
+NUM_STEPS = "LOGRA_SOAK_STEPS"
+"""Environment variable with the number of steps of a run with faults; without it there are none."""
 
 
 def dataset() -> list[dict[str, str]]:
@@ -30,10 +30,11 @@ def dataset() -> list[dict[str, str]]:
 def reward(completions: list[str], answer: list[str], trainer_state: Any = None, **_: Any) -> list[float]:
     """1 for the right number and nothing else; with faults, something else now and then."""
     values = [float(completion.strip() == right) for completion, right in zip(completions, answer, strict=True)]
-    if trainer_state is None or os.environ.get(FAULTS) != "1":
+    num_steps = os.environ.get(NUM_STEPS)
+    if trainer_state is None or num_steps is None:
         return values  # the held-out score is measured without faults
     step = trainer_state.global_step
-    if step in POISONED_STEPS:
+    if step == int(POISONED * int(num_steps)):
         return [POISON * value for value in values]
     # Anything but Python's or torch's generators: a fault must not change what the run draws.
     draws = [zlib.crc32(f"{step}/{row}/{text}".encode()) / 2**32 for row, text in enumerate([*answer])]

@@ -17,6 +17,7 @@ from logra.rl.config import (
     preset,
     to_dict,
 )
+from logra.rl.guards.config import GuardsConfig, ReferenceReset, Rule, Sentinels
 
 
 @pytest.mark.parametrize(
@@ -129,3 +130,40 @@ def test_the_plain_form_holds_no_objects():
     assert plain["run"]["report_to"] == ["trackio"]
     assert "trust" not in plain["logra"]
     assert plain["trust"]["kl_budget"] == 0.03
+
+
+ROLLS_BACK = GuardsConfig(sentinels=Sentinels(entropy_floor=Rule(threshold=0.1, action="rollback")))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"method": "adamw", "guards": ROLLS_BACK}, "action rollback with method=adamw"),
+        ({"guards": GuardsConfig(reference=ReferenceReset(every_steps=5))}, "guards.reference with loss.beta=0.0"),
+        ({"guards": GuardsConfig(validate_every=5), "num_heldout": 0}, "guards.validate_every=5"),
+        ({"loss": LossConfig(importance="token_truncate")}, "importance='token_truncate'.*no effect"),
+        ({"loss": LossConfig(off_policy_kl=0.5)}, "off_policy_kl=0.5.*no effect"),
+    ],
+)
+def test_guards_that_could_never_act_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig(output_dir="x", **settings)
+
+
+def test_what_trl_has_goes_to_trl():
+    from logra.rl.methods import trl_arguments
+
+    loss = LossConfig(
+        mask_truncated=True, top_entropy=0.2, entropy_coef=0.01, importance="token_truncate", importance_max=2.0,
+        importance_min=0.5, off_policy_kl=0.3,
+    )  # fmt: skip
+    given = trl_arguments(TrainConfig(output_dir="x", loss=loss, rollout=RolloutConfig(engine="vllm")))
+    assert (given.epsilon, given.epsilon_high) == (0.2, 0.28)
+    assert given.mask_truncated_completions and given.top_entropy_quantile == 0.2 and given.entropy_coef == 0.01
+    assert given.vllm_importance_sampling_correction and given.vllm_importance_sampling_mode == "token_truncate"
+    assert (given.vllm_importance_sampling_clip_min, given.vllm_importance_sampling_clip_max) == (0.5, 2.0)
+    assert given.off_policy_mask_threshold == 0.3
+    off = trl_arguments(
+        TrainConfig(output_dir="x", loss=LossConfig(importance="off"), rollout=RolloutConfig(engine="vllm"))
+    )
+    assert not off.vllm_importance_sampling_correction

@@ -16,6 +16,7 @@ import logra
 from logra.diagnostics import DiagnosticsConfig
 from logra.errors import ConfigError, DataError, TargetError
 from logra.rl.config import LossConfig, RolloutConfig, RunConfig, TrainConfig, preset
+from logra.rl.guards.config import GuardsConfig, Rule, Sentinels
 from logra.rl.run import train
 
 TASK = """
@@ -68,6 +69,20 @@ def test_the_log_of_updates_rebuilds_every_step(run, tmp_path, model_folder):
     assert log.latest_anchor(3) == 2
 
 
+def test_events_of_guards_are_written_shown_and_counted(run):
+    always = Sentinels(entropy_floor=Rule(threshold=100.0, action="warn"))
+    outcome, shown = run(guards=GuardsConfig(sentinels=always))
+    events = [event for event in records(outcome.folder / "events.jsonl") if event["kind"] == "entropy_floor"]
+    assert [event["step"] for event in events] == [1, 2, 3]
+    assert events[0].keys() == {"step", "kind", "value", "threshold", "action", "detail"}
+    assert (events[0]["threshold"], events[0]["action"]) == (100.0, "warn")
+    assert [entry["guards/entropy_floor_events"] for entry in records(outcome.folder / "metrics.jsonl")] == [1, 2, 3]
+    assert shown.count("Guard, step 1: entropy_floor") == 1
+    assert "Guard, step 2: entropy_floor" not in shown  # it is shown again after 50 steps
+    assert outcome.results["guards"]["events"]["entropy_floor"] == 3
+    assert (outcome.results["guards"]["rollbacks"], outcome.results["guards"]["stopped_by_guard"]) == (0, False)
+
+
 def test_files_and_results(run):
     outcome, shown = run()
     folder = outcome.folder
@@ -75,6 +90,7 @@ def test_files_and_results(run):
         "config.yaml",
         "metrics.jsonl",
         "samples.jsonl",
+        "events.jsonl",
         "updates",
         "checkpoints",
         "model",

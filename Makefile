@@ -51,6 +51,7 @@ bench-check: $(VENV)/.installed
 	$(BIN)/logra bench check
 
 # Thousands of steps of a small policy with every guard on and faults injected; the figures go to docs/long-runs.md.
+.PHONY: soak
 soak: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/logra bench soak
 	$(BIN)/logra bench soak --write-docs

@@ -114,8 +114,8 @@ def test_half_a_model_is_never_left_as_the_model(tmp_path):
     assert "no model was saved" in folder.contents()
     folder.write_model(lambda path: path.mkdir())
     assert folder.contents() == (
-        f"{folder.path} holds config.yaml, metrics.jsonl, samples.jsonl, events.jsonl, results.json, model: the trained model "
-        "is in model."
+        f"{folder.path} holds config.yaml, metrics.jsonl, samples.jsonl, events.jsonl, results.json, model: the trained "
+        "model is in model."
     )
 
 

@@ -99,7 +99,7 @@ def soak_config(folder: Path, num_steps: int) -> Any:
         run=config.RunConfig(num_steps=num_steps, num_logged_samples=1, anchor_every=250, device="cpu"),
         checkpoints=checkpoint_config.CheckpointConfig(every=250),
         logra=logra.Config(lr=1e-3, rank=8),
-        trust=logra.TrustRegion(kl_budget=1e-3, kl_budget_final=2e-4, schedule_steps=2000, min_tokens=64),
+        trust=logra.TrustRegion(kl_budget=3e-4, kl_budget_final=1e-4, schedule_steps=2000, min_tokens=64),
         guards=guards.GuardsConfig(
             on_bad_reward="drop",
             resample=True,
@@ -166,7 +166,8 @@ def _train(folder: Path, options: Options, *, faults: bool) -> tuple[Any, dict[s
 def _summary(
     monitor: Any, results: dict[str, Any], steps: list[dict[str, Any]], events: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    rewards = [step["reward/mean"] for step in steps if step.get("reward/mean") is not None]
+    # A poisoned batch is no reward of the policy.
+    rewards = [value for step in steps if (value := step.get("reward/mean")) is not None and value > -1]
     width = min(200, len(rewards))
     means = [statistics.fmean(rewards[start : start + width]) for start in range(0, len(rewards) - width + 1, width)]
     warm = int(WARM_UP * len(steps))
@@ -179,8 +180,7 @@ def _summary(
         "num_steps": len(steps),
         "reward_first": means[0],
         "reward_last": statistics.fmean(rewards[-width:]),
-        # A poisoned batch is no reward of the policy.
-        "reward_lowest": min(mean for mean in means if mean > -1),
+        "reward_lowest": min(means),
         "heldout_before": results["heldout"]["before"],
         "heldout_after": results["heldout"]["after"],
         "resident": {

@@ -213,7 +213,8 @@ def _replica_agrees(folder: Path) -> bool:
 
     from logra.sync import DirectoryLog, Replica
 
-    start, end = (AutoModelForCausalLM.from_pretrained(folder / name) for name in ("policy", "run/model"))
+    start: Any = AutoModelForCausalLM.from_pretrained(folder / "policy")
+    end: Any = AutoModelForCausalLM.from_pretrained(folder / "run" / "model")
     replica = Replica(start, version=0)
     for update in DirectoryLog(folder / "run" / "updates").read_since(0):
         replica.apply(update)

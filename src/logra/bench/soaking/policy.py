@@ -27,12 +27,15 @@ def save_policy(folder: Path, *, num_steps: int, seed: int = 0) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     vocabulary = ["<unk>", END, *string.digits, "+", "*", "="]
-    words = Tokenizer(models.WordLevel({token: index for index, token in enumerate(vocabulary)}, unk_token="<unk>"))
+    words: Any = Tokenizer(
+        models.WordLevel({token: index for index, token in enumerate(vocabulary)}, unk_token="<unk>")
+    )
     words.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     words.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token=END, pad_token=END)
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token=END, pad_token=END)
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    build: Any = LlamaConfig
+    config = build(
         vocab_size=len(vocabulary), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4, max_position_embeddings=32, eos_token_id=1, pad_token_id=1, bos_token_id=None,
         tie_word_embeddings=False,

@@ -11,6 +11,7 @@ import logra
 
 ROOT = Path(logra.__file__).parent
 LEVELS = {
+    "chunked_head": 0, "planner": 3,
     "update": 0, "errors": 0, "hashing": 0, "distributed": 0, "contracts": 0, "rounding": 0, "packet": 0,
     "sign_factor": 0, "storage": 0, "shards": 0, "tensor_delta": 0,
     "phases": 0,

@@ -7,11 +7,14 @@ the RL libraries.
 from logra import diagnostics, memory, sync
 from logra.errors import LograError
 from logra.optim import Config, SketchOptimizer
+from logra.planner import plan
 from logra.sketch import detach
 from logra.trust import TrustRegion
 from logra.update import LowRankUpdate, PolicyUpdate
 
 __version__ = "0.1.0"
+
+memory.plan = plan  # type: ignore[attr-defined]  # the planner lies above the ledger and needs the optimizer
 
 __all__ = [
     "Config",

@@ -56,3 +56,28 @@ def test_every_module_of_the_package_is_a_benchmark():
     for name, summary in summaries().items():
         benchmark = find(name)
         assert summary and benchmark.cells(benchmark.options()), name
+
+
+def test_memory_of_methods_side_by_side():
+    """Fails if a method, a kind or a category of the memory benchmark is left out of its table."""
+    from logra.bench import memory
+    from logra.bench.harness.results import Record, Results
+
+    def record(kind, method, result):
+        return Record(
+            cell={"kind": kind, "method": method}, result=result, machine={}, commit=None, dirty=None, date=None,
+            command="", jobs=1, wall_s=1.0,
+        )  # fmt: skip
+
+    profile = {
+        "peak_bytes": 2**20,
+        "peak_phase": "update",
+        "at_peak": {"weights": 2**20},
+        "resident": {"weights": 2**19},
+    }
+    records = [record("process", "adamw", {"process_peak_bytes": 4 * 2**30})]
+    records += [record("process", "logra", {"process_peak_bytes": 2**30}), record("profile", "logra", profile)]
+    text = memory.table(Results("memory", {}, records))
+    assert "| logra | 1.00 GiB | 0.25 |" in text and "| adamw | 4.00 GiB | 1.00 |" in text
+    assert "1.00 MiB" in text and "512.00 KiB" in text
+    assert len(memory.cells(memory.Options())) == 8

@@ -10,6 +10,7 @@ from logra.errors import LograError
 
 COMMANDS = {
     "train": "train a model by reinforcement learning",
+    "plan": "say what memory a training would take, without a GPU",
     "replay": "rebuild, check or compare the weights of a run at any step",
     "report": "write a report of one or several runs, an HTML file",
     "bench": "run a benchmark, print its table, find regressions",
@@ -48,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"logra: unknown command {arguments[0]!r}. Commands: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     try:
-        return {"train": _train, "replay": _replay, "report": _report, "bench": _bench}[arguments[0]](arguments[1:])
+        return {"train": _train, "plan": _plan, "replay": _replay, "report": _report, "bench": _bench}[arguments[0]](
+            arguments[1:]
+        )
     except LograError as error:
         print(f"logra {arguments[0]}: error: {error}", file=sys.stderr)
         return 2
@@ -75,6 +78,12 @@ def _train(arguments: Sequence[str]) -> int:
     if outcome.folder.exists():
         print(report_of_finished(outcome.folder))
     return 1 if outcome.interrupted else 0
+
+
+def _plan(arguments: Sequence[str]) -> int:
+    from logra.cli.plan import plan_command
+
+    return plan_command(arguments)
 
 
 def _replay(arguments: Sequence[str]) -> int:

@@ -114,6 +114,10 @@ class Ledger(TorchDispatchMode):
         """Close the books of a step: its peaks are compared with those of earlier steps, its events forgotten."""
         self._timeline.settle(self.live())
 
+    def restart(self) -> None:
+        """Forget all peaks so far, for instance those of a first step that differs from all others."""
+        self._timeline.restart()
+
     def report(self) -> Report:
         """Peak and composition of every phase, over all settled steps."""
         return self._timeline.report()
@@ -227,7 +231,7 @@ class Ledger(TorchDispatchMode):
     def _see(self, storage: torch.UntypedStorage, category: str) -> _Record | None:
         key = storage._cdata
         record = self._records.get(key)
-        if record is not None or storage.device.type != self._device_type:
+        if record is not None or storage.device.type not in (self._device_type, "meta"):
             return record
         self._records[key] = record = _Record(category, storage.nbytes(), owned=False)
         record.reference = weakref.ref(storage, lambda _: self._on_death(key, record))

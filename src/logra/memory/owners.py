@@ -15,8 +15,9 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """The storages under a tensor; those of its parts for a wrapper such as DTensor."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        for name in names:
-            yield from storages_of(getattr(tensor, name))
+        for part in (getattr(tensor, name) for name in names):
+            if isinstance(part, Tensor):
+                yield from storages_of(part)
     elif tensor.layout == torch.strided:
         yield tensor.untyped_storage()
 
@@ -67,7 +68,8 @@ def _target_ids(model: nn.Module, optimizer: Any) -> set[int]:
     """
     targets = getattr(optimizer, "targets", None)
     if targets is not None:
-        return {id(target.parameter) for target in targets}
+        # Under FSDP2 the module has the gathered weight while it computes.
+        return {id(weight) for target in targets for weight in (target.parameter, target.module.weight)}
     head = _head(model)
     return {
         id(module.weight)

@@ -109,6 +109,11 @@ class Timeline:
         self._absorb()
         self._resident = dict(resident)
 
+    def restart(self) -> None:
+        """Forget the peaks; what is alive stays."""
+        self._absorb()
+        self._peaks.clear()
+
     def _absorb(self) -> None:
         for record, num_bytes, _ in self._events:
             self._present[record] = self._present.get(record, 0) + num_bytes

@@ -171,8 +171,15 @@ class CheckedGRPOTrainer(ResumableTrainer):
                 with_entropy=compute_entropy,
                 entropy_has_grad=self._entropy_bonus_enabled,
                 share_prompts=self._shares_prompts,
+                backbone=self._backbone,
             )
         return log_probs, entropy, None
+
+    @property
+    def _backbone(self) -> nn.Module | None:
+        """What the head of the language model reads; None where model and backbone are one."""
+        backbone = getattr(self._language_model, "base_model", None)
+        return None if backbone is self._language_model else backbone
 
     @functools.cached_property
     def _head_scores_every_position(self) -> bool:

@@ -1,12 +1,18 @@
-"""Log-probabilities and entropy of completion tokens, without logits of the prompt.
+"""Log-probabilities and entropy of completion tokens, without logits of the prompt, and in chunks where they are many.
 
 Shapes: B sequences of P prompt tokens and C completion tokens, V the vocabulary.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from logra.chunked_head import chunk_tokens, chunked_scores, scores
 from logra.rl.shared_prompts import fill_cache
+
+_WHOLE_CHUNKS = 2
+"""Up to so many chunks of logits are made at once: less memory than the second pass through the head is worth."""
 
 
 def completion_log_probs(
@@ -20,6 +26,7 @@ def completion_log_probs(
     with_entropy: bool = False,
     entropy_has_grad: bool = False,
     share_prompts: bool = False,
+    backbone: nn.Module | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax(z / τ) of each completion token, and the entropy of the distribution it was drawn from.
 
@@ -33,6 +40,8 @@ def completion_log_probs(
         with_entropy: also return the entropy.
         entropy_has_grad: keep the graph of the entropy (needed for an entropy bonus only).
         share_prompts: run equal prompts of a forward once, see `shared_prompts`.
+        backbone: what the model's head reads. With it, logits that would take more than `_WHOLE_CHUNKS` chunks are made
+            chunk by chunk (`logra.chunked_head`), and again in backward; None makes them all at once.
 
     Returns:
         log-probabilities fp32 [B, C]; entropy fp32 [B, C] in nats, or None. Both are 0 on padding.
@@ -42,27 +51,36 @@ def completion_log_probs(
     step = batch_size or len(input_ids)
     for start in range(0, len(input_ids), step):
         ids, mask = input_ids[start : start + step], attention_mask[start : start + step]
-        logits = _completion_logits(model, ids, mask, num_completion_tokens, share_prompts)
-        log_p = torch.log_softmax(logits.float() / temperature, dim=-1)  # [B, C, V]
+        inputs = _completion_inputs(model, ids, mask, num_completion_tokens, share_prompts)
+        chosen = ids[:, -num_completion_tokens:]
+        chunk = chunk_tokens(_vocabulary(backbone)) if backbone is not None else chosen.numel()
+        if backbone is None or chosen.numel() <= _WHOLE_CHUNKS * chunk:
+            logits = model(logits_to_keep=num_completion_tokens + 1, **inputs).logits[:, :-1]  # [B, C, V]
+            log_p, entropy = scores(logits, chosen, temperature, entropy_has_grad=entropy_has_grad)
+            del logits
+        else:
+            log_p, entropy = chunked_scores(
+                model, backbone, inputs, chosen, chunk=chunk, temperature=temperature, entropy_has_grad=entropy_has_grad
+            )
         padding = mask[:, -num_completion_tokens:] == 0
-        chosen = ids[:, -num_completion_tokens:, None]
-        log_probs.append(log_p.gather(-1, chosen).squeeze(-1).masked_fill(padding, 0.0))
-        if with_entropy:
-            with torch.set_grad_enabled(entropy_has_grad and torch.is_grad_enabled()):
-                entropies.append(-(log_p.exp() * log_p).sum(dim=-1).masked_fill(padding, 0.0))
+        log_probs.append(log_p.masked_fill(padding, 0.0))
+        entropies.append(entropy.masked_fill(padding, 0.0))
     return torch.cat(log_probs), torch.cat(entropies) if with_entropy else None
 
 
-def _completion_logits(model: nn.Module, ids: Tensor, mask: Tensor, num_tokens: int, share_prompts: bool) -> Tensor:
-    """Logits that predict the last `num_tokens` tokens, [B, num_tokens, V]."""
-    # The one before the completion predicts its first token; the last position predicts a token beyond the sequence.
-    inputs = {"attention_mask": mask, "logits_to_keep": num_tokens + 1}
+def _completion_inputs(
+    model: nn.Module, ids: Tensor, mask: Tensor, num_tokens: int, share_prompts: bool
+) -> dict[str, Any]:
+    """Inputs of a forward that ends in the completion; shared prompts are in its cache."""
     num_shared = ids.shape[1] - num_tokens - 1
     cache = None
     if share_prompts and num_shared > 0:
         cache = fill_cache(model, ids[:, :num_shared], mask[:, :num_shared])
     if cache is None:
-        output = model(input_ids=ids, use_cache=False, **inputs)
-    else:
-        output = model(input_ids=ids[:, num_shared:], cache=cache, use_cache=True, **inputs)
-    return output.logits[:, :-1]
+        return {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    # The token before the completion stays: it predicts the first one.
+    return {"input_ids": ids[:, num_shared:], "attention_mask": mask, "cache": cache, "use_cache": True}
+
+
+def _vocabulary(backbone: Any) -> int:
+    return int(backbone.get_input_embeddings().weight.shape[0])

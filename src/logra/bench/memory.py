@@ -1,0 +1,75 @@
+"""Memory of whole processes of `logra train`, by method: peak resident memory, and live tensor bytes by category.
+
+A cell is one method in a process of its own, either as it is (peak of the process) or with --profile (bytes by category,
+which slows the process down and makes it larger: the two are not to be read off one run).
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from logra.bench.harness import Cell, Results, markdown_table
+from logra.errors import ConfigError
+from logra.memory.table import method_table, readable
+from logra.planner.options import METHODS
+
+KINDS = ("process", "profile")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to run."""
+
+    methods: tuple[str, ...] = METHODS
+    """Methods."""
+    kinds: tuple[str, ...] = KINDS
+    """process (peak resident memory), profile (live tensor bytes by category)."""
+    model: str = "smollm2-135m-instruct"
+    """Model to train."""
+    num_steps: int = 2
+    """Steps of a run: the second is the first with an optimizer state."""
+
+    def __post_init__(self) -> None:
+        for field, values, allowed in (("methods", self.methods, METHODS), ("kinds", self.kinds, KINDS)):
+            unknown = [value for value in values if value not in allowed]
+            if unknown:
+                raise ConfigError(f"{field}={unknown[0]!r}: any of {', '.join(allowed)}")
+
+
+def cells(options: Options) -> list[Cell]:
+    """Every method as it is, then with a profile."""
+    return [{"kind": kind, "method": method} for kind in options.kinds for method in options.methods]
+
+
+def run_cell(cell: Cell, options: Options) -> dict[str, Any]:
+    """Train, and keep memory.json."""
+    flags = ["--method", cell["method"], "--model", options.model, "--run.num-steps", str(options.num_steps),
+             "--num-heldout", "0", "--run.num-threads", os.environ.get("OMP_NUM_THREADS", "1"),
+             "--profile", str(cell["kind"] == "profile").lower()]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "logra.cli.main", "train", "--output-dir", f"{folder}/run", *flags]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        return json.loads(Path(folder, "run", "memory.json").read_text())
+
+
+def table(results: Results) -> str:
+    """Peak of the processes, and the profiles side by side."""
+    processes = [(method, *results.select(kind="process", method=method)) for method in METHODS]
+    found = [(method, runs[0]) for method, *runs in processes if runs]
+    parts = []
+    if found:
+        largest = max(run["process_peak_bytes"] for _, run in found)
+        rows = [
+            [method, readable(run["process_peak_bytes"]), f"{run['process_peak_bytes'] / largest:.2f}"]
+            for method, run in found
+        ]
+        parts.append(markdown_table(["method", "peak resident memory", "of the largest"], rows))
+    profiles = {method: run for method in METHODS for run in results.select(kind="profile", method=method)}
+    if profiles:
+        parts.append(method_table(profiles, markdown=True))
+    return "\n\n".join(parts)

@@ -1,0 +1,79 @@
+"""Models to plan for: presets (configurations only, nothing is downloaded), JSON files, folders."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from logra.errors import ConfigError
+
+
+def _qwen2(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, tied: bool) -> dict[str, Any]:
+    return {
+        "model_type": "qwen2", "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocab, "tie_word_embeddings": tied,
+        "max_position_embeddings": 32768, "use_sliding_window": False,
+    }  # fmt: skip
+
+
+def _qwen3(hidden: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3", "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "tie_word_embeddings": False, "max_position_embeddings": 40960,
+    }  # fmt: skip
+
+
+def _llama3(hidden: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "model_type": "llama", "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
+        "max_position_embeddings": 131072,
+    }  # fmt: skip
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "qwen2.5-1.5b": _qwen2(1536, 8960, 28, 12, 2, 151936, True),
+    "qwen2.5-7b": _qwen2(3584, 18944, 28, 28, 4, 152064, False),
+    "qwen2.5-32b": _qwen2(5120, 27648, 64, 40, 8, 152064, False),
+    "qwen3-8b": _qwen3(4096, 12288, 36, 32),
+    "qwen3-32b": _qwen3(5120, 25600, 64, 64),
+    "llama-3.1-8b": _llama3(4096, 14336, 32, 32),
+    "llama-3.1-70b": _llama3(8192, 28672, 80, 64),
+    "gemma-3-27b": {
+        "model_type": "gemma3_text", "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62,
+        "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "vocab_size": 262208,
+        "query_pre_attn_scalar": 168, "sliding_window": 1024, "tie_word_embeddings": True,
+        "max_position_embeddings": 131072,
+    },
+}  # fmt: skip
+"""By name in lower case; the language part of a multimodal model."""
+
+
+def load_config(model: str) -> Any:
+    """The transformers configuration of a preset, a config.json, or a folder that holds one.
+
+    Raises:
+        ConfigError: no such preset, file or folder, or one that transformers does not know.
+    """
+    from transformers import AutoConfig
+
+    settings = PRESETS.get(model.lower().rpartition("/")[2])
+    path = Path(model).expanduser()
+    if settings is None:
+        file = path / "config.json" if path.is_dir() else path
+        if not file.is_file():
+            raise ConfigError(
+                f"model={model!r}: neither a preset ({', '.join(PRESETS)}), nor the path of a config.json, nor a folder "
+                f"that holds one"
+            )
+        try:
+            settings = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model={model!r}: {file} is not a JSON configuration: {error}") from error
+    settings = settings.get("text_config", settings) if isinstance(settings, dict) else {}
+    if "model_type" not in settings:
+        raise ConfigError(f"model={model!r}: the configuration has no model_type")
+    try:
+        return AutoConfig.for_model(**settings)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"model={model!r}: transformers does not take this configuration: {error}") from error

@@ -1,0 +1,120 @@
+"""`logra.memory.plan`: what a training would take, without a GPU and without a model.
+
+The answer is that of the real step, traced over fake tensors (`planner.step`), on one of the processes that share the
+training. The engine that samples is not traced: its weights and its cache are stated beside the plan.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from logra.chunked_head import chunk_tokens
+from logra.errors import ConfigError
+from logra.memory import Report
+from logra.planner.models import load_config
+from logra.planner.options import PlanOptions, check_methods, parse_memory
+from logra.planner.step import trace
+
+
+def plan(
+    model: str,
+    *,
+    methods: str | Sequence[str] = ("logra", "adamw", "lora", "paper"),
+    gpu_memory: str | int | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Bytes per GPU by category, for every method.
+
+    Args:
+        model: a preset (`logra.planner.models.PRESETS`), the path of a config.json, or a folder that holds one.
+        methods: some of logra, adamw, lora, paper.
+        gpu_memory: memory of a GPU with its unit, such as "80GB"; None does not compare.
+        **settings: fields of `PlanOptions`: num_gpus, seq_len, prompt_len, micro_batch, precision, rank, weight_storage, ...
+
+    Returns:
+        {"model", "num_gpus", "num_parameters", "options", "assumptions", "methods": {NAME: {"peak_bytes", "peak_phase",
+        "at_peak": {category: bytes}, "resident": {category: bytes between steps}, "phases", "fits", ...}}}. `fits` is None
+        without `gpu_memory`; with it, `spare_bytes` is what is left (negative: what is missing), and `largest_micro_batch`
+        or, where not even one sequence fits, `largest_seq_len` is what fits.
+
+    Raises:
+        ConfigError: an unknown model or method, a value that is not allowed, more GPUs than rows to share, or a model
+            whose step cannot be traced.
+
+    Example:
+        >>> logra.memory.plan("qwen2.5-7b", num_gpus=4, methods="logra", gpu_memory="80GB")["methods"]["logra"]["fits"]
+        True
+    """
+    chosen = check_methods(methods)
+    limit = None if gpu_memory is None else parse_memory(gpu_memory)
+    try:
+        options = PlanOptions(**settings)
+    except TypeError as error:
+        raise ConfigError(f"plan: {error}. Allowed: {', '.join(PlanOptions.__annotations__)}") from error
+    config = load_config(model)
+    _check_rows(config, options)
+    reports = {method: trace(config, method, options) for method in chosen}
+    return {
+        "model": model,
+        "num_gpus": options.num_gpus,
+        "options": {name: getattr(options, name) for name in PlanOptions.__annotations__},
+        "assumptions": assumptions(config, options),
+        "methods": {
+            method: _result(report, options, limit, int(config.vocab_size)) for method, report in reports.items()
+        },
+    }
+
+
+def _check_rows(config: Any, options: PlanOptions) -> None:
+    """FSDP2 shards rows; a process without any has nothing to train."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rows = min(config.hidden_size, heads * width)
+    if options.num_gpus > rows:
+        raise ConfigError(
+            f"num_gpus={options.num_gpus}: more than the {rows} rows of the smallest weight of this model, which are shared "
+            f"over the GPUs"
+        )
+
+
+def assumptions(config: Any, options: PlanOptions) -> dict[str, int]:
+    """What the rollout engine takes beside the training, in bytes: its weights in bf16, and keys and values of a token."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    queries = config.num_attention_heads * width
+    per_layer = hidden * (2 * queries + 2 * heads * width) + 3 * hidden * inner
+    embeddings = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
+    return {
+        "rollout_weights_bytes": 2 * (layers * per_layer + embeddings),
+        "rollout_kv_cache_bytes_per_token": 2 * 2 * layers * heads * width,
+        "rollout_kv_cache_bytes_per_sequence": 2 * 2 * layers * heads * width * options.seq_len,
+    }
+
+
+def _result(report: Report, options: PlanOptions, limit: int | None, vocabulary: int) -> dict[str, Any]:
+    result = report.to_dict() | {"fits": None}
+    if limit is None:
+        return result
+    result |= {"fits": report.peak_bytes <= limit, "spare_bytes": limit - report.peak_bytes}
+    num_scored = options.micro_batch * (options.seq_len - options.num_prompt_tokens)
+    logits_grow = not options.chunked_logits or num_scored < chunk_tokens(vocabulary)
+    times = _times_the_tokens(report, limit, logits_grow)
+    micro_batch = int(options.micro_batch * times)
+    if micro_batch >= 1:
+        return result | {"largest_micro_batch": micro_batch}
+    # A multiple of 64 tokens, as padded batches are.
+    return result | {"largest_seq_len": int(options.seq_len * options.micro_batch * times) // 64 * 64}
+
+
+def _times_the_tokens(report: Report, limit: int, logits_grow: bool) -> float:
+    """How many times the tokens of the plan's micro-batch fit.
+
+    Activations and what the rollout left grow with tokens, logits up to the size of a chunk.
+    """
+    ratios = []
+    for name in ("forward", "backward"):
+        peak = report.phases[name]
+        growing = peak.at_peak["activations"] + peak.at_peak["rollout"] + logits_grow * peak.at_peak["logits"]
+        ratios.append((limit - peak.peak_bytes + growing) / max(growing, 1))
+    others = (peak.peak_bytes for name, peak in report.phases.items() if name not in ("forward", "backward"))
+    return 0.0 if max(others, default=0) > limit else max(min(ratios), 0.0)

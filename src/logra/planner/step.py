@@ -1,0 +1,234 @@
+"""The training step that is traced: the real code, over fake tensors.
+
+Two optimizer steps, of which the second counts: by then the optimizer has its state, and the update of the step before is
+still held to be sent. Each is a forward with log-probabilities in chunks, a backward with activation checkpointing, and
+the step of the method's own optimizer; the sketched methods price their step on two responses first.
+
+Contract: no number is computed. Whatever the code asks of a value is answered as in a step that goes well (`stand_in`).
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import _disable_current_modes
+
+from logra.chunked_head import chunk_tokens, chunked_scores, scores
+from logra.errors import ConfigError, LograError
+from logra.memory import Ledger, Report
+from logra.optim import SketchOptimizer
+from logra.planner.options import PlanOptions
+from logra.planner.stand_in import StandIn
+from logra.trust import forward as trust_forward
+from logra.trust.probe import Probe
+
+_PROBE_RESPONSES = 2
+LORA_RANK = 16
+
+
+def trace(config: Any, method: str, options: PlanOptions) -> Report:
+    """Live bytes of a step, by category and phase, on one of `options.num_gpus` processes.
+
+    Args:
+        config: transformers configuration of the model.
+        method: logra, paper, adamw or lora.
+        options: sizes.
+
+    Raises:
+        ConfigError: the model's forward cannot be traced.
+    """
+    try:
+        with _process_group(options.num_gpus), _quiet():
+            return _Step(config, method, options).run()
+    except LograError:
+        raise
+    except Exception as error:
+        kind = getattr(config, "model_type", type(config).__name__)
+        text = (str(error).splitlines() or [""])[0]
+        raise ConfigError(
+            f"model: the step of a {kind} model with method={method} cannot be traced ({type(error).__name__}: "
+            f"{text[:300]})"
+        ) from error
+
+
+class _Step:
+    """One model, one optimizer, and the step over both."""
+
+    def __init__(self, config: Any, method: str, options: PlanOptions) -> None:
+        self.options, self.method, self.vocabulary = options, method, int(config.vocab_size)
+        self.fake = FakeTensorMode()
+        mesh = init_device_mesh("cpu", (options.num_gpus,)) if options.num_gpus > 1 else None
+        with torch.device("meta"):
+            self.model = self._build(config)
+        self.policy: Any = self.model.get_base_model() if method == "lora" else self.model
+        with self.fake, StandIn():
+            _materialise(self.model)
+            if mesh is not None:
+                _shard(self.model, mesh, options)
+            self.optimizer = self._build_optimizer()
+        if options.precision == "bf16" and mesh is None:
+            # As accelerate does it. FSDP2 gathers weights in the compute dtype itself.
+            self.model.forward = torch.autocast("cpu", torch.bfloat16)(self.model.forward)
+        shape = (options.micro_batch, options.seq_len)
+        self.ids = self.fake.from_tensor(torch.zeros(shape, dtype=torch.int64))
+        self.mask = self.fake.from_tensor(torch.ones(shape, dtype=torch.int64))
+
+    def _build(self, config: Any) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        options = self.options
+        sketched = self.method in ("logra", "paper")
+        dtype = torch.bfloat16 if sketched and options.weight_storage != "fp32" else torch.float32
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        if options.activation_checkpointing:
+            # The state of the random number generator is not a tensor of the fake mode; there is no dropout to repeat.
+            arguments = {"use_reentrant": False, "preserve_rng_state": False}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+        if self.method == "lora":
+            from peft import LoraConfig, get_peft_model
+
+            rank = options.rank or LORA_RANK
+            adapter = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+            model = get_peft_model(model, adapter)
+            model.enable_input_require_grads()
+        return model.train()
+
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        if self.method in ("logra", "paper"):
+            return SketchOptimizer(self.model, self.options.sketch_config(self.method))
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        # One weight after the other, as training with little memory does; all at once takes a second copy of the state.
+        return torch.optim.AdamW(trained, lr=1e-5, foreach=False)
+
+    def run(self) -> Report:
+        """Trace both steps."""
+        held = {"rollout": (self.ids, self.mask)}
+        with self.fake, StandIn(), Ledger(self.model, self.optimizer, held=held, device=torch.device("cpu")) as ledger:
+            for is_counted in (False, True):
+                if is_counted:
+                    ledger.restart()
+                self._forward_backward()
+                self._optimizer_step(is_priced=is_counted)
+                ledger.settle()
+        return ledger.report()
+
+    def _forward_backward(self) -> None:
+        options = self.options
+        num_tokens = options.seq_len - options.num_prompt_tokens
+        chosen = self.ids[:, -num_tokens:]
+        inputs = {"input_ids": self.ids, "attention_mask": self.mask, "use_cache": False}
+        if options.chunked_logits:
+            chunk = chunk_tokens(self.vocabulary)
+            log_probs, _ = chunked_scores(
+                self.model, self.policy.base_model, inputs, chosen, chunk=chunk, temperature=1.0
+            )
+        else:
+            logits = self.model(**inputs, logits_to_keep=num_tokens + 1).logits[:, :-1]
+            log_probs, _ = scores(logits, chosen, 1.0, entropy_has_grad=False)
+            del logits
+        # GRPO's loss with an advantage of one: the ratio to the policy that sampled.
+        loss = -(log_probs - log_probs.detach()).exp().mean()
+        del log_probs
+        loss.backward()
+
+    def _optimizer_step(self, *, is_priced: bool) -> None:
+        optimizer = self.optimizer
+        if isinstance(optimizer, SketchOptimizer):
+            # The first step only makes the state.
+            config = self.options.sketch_config(self.method)
+            optimizer.config = config if is_priced else dataclasses.replace(config, trust=None)
+            if optimizer.config.trust is not None:
+                optimizer._probe = self._probe()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def _probe(self) -> Probe:
+        """Two responses, made of real tensors (drawing them takes values) and turned into fake ones."""
+        options = self.options
+        assert isinstance(self.optimizer, SketchOptimizer)
+        trust: Any = self.optimizer.config.trust
+        with _disable_current_modes():
+            ids = torch.ones(_PROBE_RESPONSES, options.seq_len, dtype=torch.int64)
+            generated = torch.ones_like(ids)
+            generated[:, : options.num_prompt_tokens] = 0
+            probe = trust.make_probe(
+                input_ids=ids, attention_mask=torch.ones_like(ids), loss_mask=generated, temperature=1.0
+            )
+            batches = tuple(
+                dataclasses.replace(
+                    batch,
+                    **{name: self.fake.from_tensor(value) for name, value in vars(batch).items()
+                       if isinstance(value, Tensor)},
+                )
+                for batch in probe.batches
+            )  # fmt: skip
+        return dataclasses.replace(probe, batches=batches)
+
+
+def _materialise(model: nn.Module) -> None:
+    """Fake tensors in the place of the meta tensors that the model was built with; shared ones stay shared."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                tensors[name] = made[id(tensor)]  # type: ignore[assignment]
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh, options: PlanOptions) -> None:
+    """FSDP2: every layer a group, the rest one more; gathered in the compute dtype."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if options.precision == "bf16" else None)
+    layers: Any = next(
+        (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0), ()
+    )
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+@contextmanager
+def _process_group(num_processes: int) -> Iterator[None]:
+    """A process group of which this is one process and nobody the others."""
+    if num_processes == 1:
+        with _unshared_prompts():
+            yield
+        return
+    if dist.is_initialized():
+        raise ConfigError(
+            "num_gpus > 1 cannot be planned where a process group is running: plan in a process of its own"
+        )
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_processes)
+    try:
+        with _unshared_prompts():
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _unshared_prompts() -> Any:
+    """Which responses share a prompt is a question of values: none do, which takes the most memory."""
+    return mock.patch.object(trust_forward, "split_prefixes", return_value=None)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

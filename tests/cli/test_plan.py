@@ -1,0 +1,63 @@
+"""`logra plan` on the command line."""
+
+import json
+
+import pytest
+
+from logra.cli.main import main
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({
+        "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 99, "tie_word_embeddings": True,
+    }))  # fmt: skip
+    return str(path)
+
+
+def test_json_has_every_method_and_category(config, capsys):
+    arguments = [
+        "plan",
+        "--model",
+        config,
+        "--seq-len",
+        "16",
+        "--method",
+        "adamw",
+        "lora",
+        "--gpu-memory",
+        "1GB",
+        "--json",
+    ]
+    assert main(arguments) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["model"] == config and result["num_gpus"] == 1 and set(result["methods"]) == {"adamw", "lora"}
+    for method in result["methods"].values():
+        assert method["fits"] is True
+        assert method["peak_bytes"] == sum(method["at_peak"].values())
+        assert {"weights", "gradients", "optimizer_state", "sketches", "activations"} <= set(method["resident"])
+    whole = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48)
+    assert result["methods"]["adamw"]["resident"]["weights"] == whole
+
+
+def test_a_plan_that_does_not_fit_is_exit_code_1(config, capsys):
+    assert main(["plan", "--model", config, "--seq-len", "16", "--method", "adamw", "--gpu-memory", "1KB"]) == 1
+    output = capsys.readouterr().out
+    assert "adamw: does not fit" in output and "missing" in output and "arrays alone" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--model", "nonsense"], "model='nonsense'"),
+        (["--model", "qwen2.5-7b", "--gpu-memory", "80"], "gpu_memory='80'"),
+        (["--model", "qwen2.5-7b", "--num-gpus", "many"], "--num-gpus"),
+        ([], "--model"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, named, capsys):
+    assert main(["plan", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert named in error and error.startswith("logra plan: error:") and error.count("\n") == 1

@@ -1,0 +1,108 @@
+"""A plan says what a real step takes."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import logra
+from logra.chunked_head import chunk_tokens, chunked_scores
+from logra.memory import Ledger
+from logra.planner.models import load_config
+from logra.planner.options import PlanOptions
+from logra.planner.step import trace
+
+SMALL = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 1, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 200, "tie_word_embeddings": True}  # fmt: skip
+SEQUENCE, RANK = 24, 4
+OPTIONS = PlanOptions(seq_len=SEQUENCE, micro_batch=2, precision="fp32", rank=RANK)
+
+
+def small_config(tmp_path, **changes):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama"} | SMALL | changes))
+    return path
+
+
+def measured(config, method):
+    """The step that the planner traces, over real tensors, under the same ledger."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
+    )
+    policy = model
+    if method == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        adapter = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(model, adapter)
+        model.enable_input_require_grads()
+    model.train()
+    if method in ("logra", "paper"):
+        opt = logra.SketchOptimizer(model, OPTIONS.sketch_config(method))
+    else:
+        opt = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-5, foreach=False)
+    ids = torch.randint(0, 200, (2, SEQUENCE), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, 0] = 0  # padding, so that attention gets a mask, as it does in the plan
+    generated = torch.ones_like(ids)
+    generated[:, : OPTIONS.num_prompt_tokens] = 0
+    chosen = ids[:, OPTIONS.num_prompt_tokens :]
+    with Ledger(model, opt, held={"rollout": (ids, mask)}) as ledger:
+        for is_counted in (False, True):
+            if is_counted:
+                ledger.restart()
+            inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+            log_probs, _ = chunked_scores(
+                model, policy.base_model, inputs, chosen, chunk=chunk_tokens(200), temperature=1.0
+            )
+            loss = -(log_probs - log_probs.detach()).exp().mean()
+            del log_probs
+            loss.backward()
+            del loss
+            if method in ("logra", "paper"):
+                opt.set_probe(input_ids=ids, attention_mask=mask, loss_mask=generated)
+            opt.step()
+            opt.zero_grad()
+            ledger.settle()
+    return ledger.report()
+
+
+ARCHITECTURES = [{}, {"model_type": "qwen2"}, {"model_type": "qwen3", "head_dim": 8}]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("method", ["logra", "paper", "adamw", "lora"])
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")
+def test_the_plan_is_what_the_profile_finds(tmp_path, architecture, method):
+    """Fails if the traced step is another than the real one, or a number asked of a fake tensor takes a wrong branch."""
+    config = load_config(str(small_config(tmp_path, **architecture)))
+    planned, real = trace(config, method, OPTIONS), measured(config, method)
+    assert planned.peak_bytes == pytest.approx(real.peak_bytes, rel=0.05)
+    for name in ("forward", "backward", "update"):
+        assert planned.phases[name].peak_bytes == pytest.approx(real.phases[name].peak_bytes, rel=0.05), name
+    for category in ("weights", "optimizer_state", "sketches", "gradients"):
+        assert planned.resident[category] == real.resident[category], category
+    assert planned.is_complete
+
+
+def test_sharded_weights_and_state_are_a_part_of_the_whole(tmp_path):
+    path = str(small_config(tmp_path))
+    settings = {"methods": ["adamw"], "seq_len": 32}
+    alone, shared = (logra.memory.plan(path, num_gpus=n, **settings)["methods"]["adamw"]["resident"] for n in (1, 4))
+    assert shared["weights"] == alone["weights"] / 4
+    assert shared["optimizer_state"] == pytest.approx(alone["optimizer_state"] / 4, rel=0.01)
+
+
+def test_what_fits_and_what_is_the_most_that_does(tmp_path):
+    """Fails if the largest micro-batch does not fit, or twice of it does."""
+    path = str(small_config(tmp_path))
+    settings = {"methods": ["adamw"], "seq_len": 64}
+    (found,) = logra.memory.plan(path, gpu_memory="2MiB", **settings)["methods"].values()
+    assert found["fits"] and found["spare_bytes"] == 2 * 2**20 - found["peak_bytes"]
+    largest = found["largest_micro_batch"]
+    for micro_batch, fits in ((largest, True), (2 * largest, False)):
+        (other,) = logra.memory.plan(path, gpu_memory="2MiB", micro_batch=micro_batch, **settings)["methods"].values()
+        assert other["fits"] is fits

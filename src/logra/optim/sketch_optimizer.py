@@ -22,16 +22,16 @@ from torch import Tensor, nn
 
 from logra import distributed, shards, storage
 from logra.contracts import StepObserver
-from logra.errors import ConfigError, LograError, NonFiniteProbeError, ProbeError
+from logra.errors import ConfigError, NonFiniteProbeError, ProbeError
 from logra.hashing import derive_key
-from logra.optim import exchange, gradients, input_scaling, state
+from logra.optim import gradients, input_scaling, length, setup, state
 from logra.optim.config import Config
 from logra.optim.distance import ProposedStep
 from logra.optim.layer import LayerGradient, Proposal, propose
 from logra.optim.non_targets import DenseProposal, NonTargets
 from logra.optim.observers import observe
 from logra.phases import phase
-from logra.sketch.capture import Capture, SketchSpec
+from logra.sketch.capture import Capture
 from logra.sketch.targets import Target, find_targets
 from logra.update import LowRankUpdate, PolicyUpdate
 
@@ -59,43 +59,12 @@ class SketchOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, model: nn.Module, config: Config | None = None, **settings: Any) -> None:
-        if config is not None and settings:
-            raise ConfigError(
-                f"give either a Config or settings, not both (got {', '.join(settings)} besides the Config)"
-            )
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"model is a {type(model).__name__}: give the nn.Module itself, not its parameters")
-        if config is not None and not isinstance(config, Config):
-            raise ConfigError(
-                f"config is a {type(config).__name__}: give a logra.Config, or settings as keyword arguments"
-            )
-        self.config = config = config or Config.from_settings(settings)
+        self.config = config = setup.resolve_config(model, config, settings)
         self.model = model
         self.targets = find_targets(model, config.target_modules)
-        self._check_dtypes()
+        setup.check_dtypes(config, self.targets)
         self._non_targets = NonTargets(model, self.targets, config)
-        groups: list[dict[str, Any]] = [
-            {
-                "params": [target.parameter for target in self.targets],
-                "lr": config.lr,
-                "fqns": [target.fqn for target in self.targets],
-                "shapes": [list(target.parameter.shape) for target in self.targets],
-                "settings": state.binding_settings(config),
-                "version": 0,
-                "num_skipped": 0,
-            }
-        ]
-        if self._non_targets.adamw is not None:
-            parameters = self._non_targets.parameters
-            shapes = [list(parameter.shape) for parameter in parameters.values()]
-            groups.append(
-                {
-                    "params": list(parameters.values()),
-                    "lr": config.non_target_lr,
-                    "fqns": list(parameters),
-                    "shapes": shapes,
-                }
-            )
+        groups = setup.parameter_groups(config, self.targets, self._non_targets.parameters)
         self._built = False
         super().__init__(groups, {})
         self._built = True
@@ -103,7 +72,13 @@ class SketchOptimizer(torch.optim.Optimizer):
             for target in self.targets:
                 # A bf16 checkpoint is the fp32 value with nothing in the low plane.
                 self.state[target.parameter]["lo"] = torch.zeros_like(target.parameter, dtype=torch.int16)
-        self._capture = Capture(model, self.targets, self._sketch_spec(), self._out_side(), self._non_targets.frozen)
+        self._capture = Capture(
+            model,
+            self.targets,
+            setup.sketch_spec(config),
+            setup.out_side(config, self.targets),
+            self._non_targets.frozen,
+        )
         self._capture.begin_window(self._projection_index)
         self._probe: Any = None
         self._mismatch = 0.0
@@ -298,13 +273,15 @@ class SketchOptimizer(torch.optim.Optimizer):
             )
             for target in moving
         }
-        weight_norm = self._weight_norm()
+        weight_norm = length.weight_norm(self.targets)
+        proposed_norm = length.update_norm(proposal.delta() for proposal in proposals.values())
+        lr = self.param_groups[0]["lr"]
         step = ProposedStep(
             config=self.config,
             version=self.version,
-            lr=self.param_groups[0]["lr"],
+            lr=lr,
             proposals=proposals,
-            scale=self._step_scale(proposals, weight_norm),
+            scale=length.step_scale(lr, weight_norm, proposed_norm),
         )
         # Without a trust region nothing needs to know the inner AdamW's step before it is taken.
         dense_step = self._non_targets.propose(self._dense_lr, shrink) if self.config.trust is not None else None
@@ -315,7 +292,7 @@ class SketchOptimizer(torch.optim.Optimizer):
             return None, "non_finite_probe"
         if updates is None:
             return None, "trust_rejected"
-        change = torch.stack([update.delta().norm_squared() for update in updates.values()]).sum().sqrt()
+        change = length.update_norm(update.delta() for update in updates.values())
         self._diagnostics["update_ratio"] = (change / weight_norm).item()
         if self._observers:
             alpha = self._diagnostics.get("alpha", 1.0)
@@ -347,24 +324,6 @@ class SketchOptimizer(torch.optim.Optimizer):
                 self._gradients = gradients.recover_all(self._capture, self.targets)
                 gradients.average_dense(self._non_targets.parameters)
         return self._gradients
-
-    def _step_scale(self, proposals: Mapping[str, Proposal], weight_norm: Tensor) -> float:
-        """The factor that makes ‖ΔW‖_F / ‖W‖_F over all targets equal to `lr`."""
-        update = torch.stack([proposal.delta().norm_squared() for proposal in proposals.values()]).sum().sqrt()
-        return (self.param_groups[0]["lr"] * weight_norm / update).item() if update > 0 else 0.0
-
-    def _weight_norm(self) -> Tensor:
-        norms = exchange.weight_norms(self.targets)
-        norm = torch.linalg.vector_norm(norms)
-        value = norm.item()
-        if not math.isfinite(value):
-            names = [target.fqn for target, own in zip(self.targets, norms, strict=True) if not torch.isfinite(own)]
-            raise LograError(f"the weights of {', '.join(names)} are not finite: load a good checkpoint")
-        if value == 0:
-            raise LograError(
-                "the weights of all targets are zero: lr is relative to their norm, so they would stay zero"
-            )
-        return norm
 
     def _scale_and_round(
         self, step: ProposedStep, moving: list[Target], dense_step: DenseProposal | None
@@ -444,34 +403,7 @@ class SketchOptimizer(torch.optim.Optimizer):
         lr = self.param_groups[0]["lr"]
         if not (math.isfinite(lr) and lr >= 0):
             raise ConfigError(f"lr={lr!r}: must be finite and at least 0 (set by a scheduler or in param_groups)")
-        self._check_dtypes()
-
-    def _check_dtypes(self) -> None:
-        expected = {"fp32": torch.float32, "split32": torch.bfloat16}[self.config.weight_storage]
-        for target in self.targets:
-            if target.parameter.dtype != expected:
-                raise ConfigError(
-                    f"weight_storage={self.config.weight_storage!r} needs {expected} weights, but {target.fqn!r} is "
-                    f"{target.parameter.dtype}. Load the model in {expected}, or use weight_storage='split32' for bfloat16 "
-                    f"and 'fp32' for float32 weights."
-                )
-
-    def _sketch_spec(self) -> SketchSpec:
-        config = self.config
-        return SketchSpec(
-            rank=config.rank,
-            two_sided=config.sketch == "two_sided",
-            seed=config.seed,
-            input_moments=config.input_scaling,
-        )
-
-    def _out_side(self) -> frozenset[str]:
-        side = self.config.side
-        return frozenset(
-            target.fqn
-            for target in self.targets
-            if side == "out" or (side == "auto" and target.in_features < target.out_features)
-        )
+        setup.check_dtypes(self.config, self.targets)
 
     def _clear_window(self) -> None:
         self._capture.begin_window(self._projection_index)

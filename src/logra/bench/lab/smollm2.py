@@ -1,11 +1,11 @@
 """The default model and task of `logra train` in the lab's loop: SmolLM2-135M-Instruct on sums of two digits."""
 
-from importlib import resources
 from typing import Any
 
 import torch
 
 from logra.bench.lab.sampling import Rollout, sample
+from logra.diagnostics import unrelated_texts
 from logra.rl.default_model import default_model_path
 from logra.rl.evaluate import encode_prompt, score_completions
 from logra.rl.tasks import Task, load_task
@@ -53,9 +53,7 @@ class DefaultTask:
 
     def unrelated_text(self) -> Probe:
         """The texts that come with the diagnostics; every token but the first counts."""
-        content = resources.files("logra.diagnostics").joinpath("unrelated.txt").read_text(encoding="utf-8")
-        texts = [text.strip() for text in content.split("\n---\n")]
-        rows = [self.tokenizer(text)["input_ids"][:UNRELATED_TOKENS] for text in texts]
+        rows = [self.tokenizer(text)["input_ids"][:UNRELATED_TOKENS] for text in unrelated_texts()]
         width = max(map(len, rows))
         ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])

@@ -14,6 +14,7 @@ these ranges, and with `PacketError` weights that an update does not fit.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -277,7 +278,9 @@ class PolicyUpdate:
                 f"PolicyUpdate.version is {self.version}; allowed is base_version + 1 = {self.base_version + 1}"
             )
         if len(self.names) < len(self.weights) + len(self.tensors) + len(self.deltas):
-            raise LograError("PolicyUpdate: a name is in two of weights, tensors and deltas; allowed is one of them")
+            counts = Counter([*self.weights, *self.tensors, *self.deltas])
+            double = ", ".join(repr(name) for name, count in counts.items() if count > 1)
+            raise LograError(f"PolicyUpdate: {double} in two of weights, tensors and deltas; allowed is one of them")
         for name, pattern in _TEXT_FIELDS.items():
             value = getattr(self, name)
             if value is None and name == "weights_digest":

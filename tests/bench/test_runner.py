@@ -5,7 +5,9 @@ import os
 
 import pytest
 
+from logra.bench import equal_kl_smollm2
 from logra.bench.harness import results as files
+from logra.bench.harness import worker
 from logra.bench.harness.runner import BenchError, run
 from logra.errors import ConfigError
 
@@ -70,3 +72,10 @@ def test_a_damaged_file_is_refused_and_left(toy, tmp_path, text, in_this_process
     with pytest.raises(ConfigError, match="not a results file"):
         run_toy(toy, path)
     assert path.read_text() == text
+
+
+def test_a_job_arrives_as_it_was_sent():
+    """Tuples are lists in JSON. Catches options that reach the cell with other types than a caller gives."""
+    options = equal_kl_smollm2.Options(seeds=(1, 2), kl_budget=0.5)
+    job = worker.encode_job(equal_kl_smollm2.__name__, {"arm": "spectral-32", "seed": 1}, options)
+    assert worker.decode_job(job) == (equal_kl_smollm2.__name__, {"arm": "spectral-32", "seed": 1}, options)

@@ -1,7 +1,7 @@
 """Runs the cells of a benchmark that are missing, several at a time, each in a process of its own."""
 
+import json
 import os
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -13,6 +13,7 @@ from typing import Any
 
 from logra.bench.harness.benchmark import Benchmark
 from logra.bench.harness.results import Cell, Record, Results, add, open_results
+from logra.bench.harness.worker import encode_job
 from logra.errors import LograError
 
 
@@ -97,9 +98,9 @@ class _Processes:
         Raises:
             BenchError: with the end of what its process wrote to stderr.
         """
-        job = pickle.dumps((self._benchmark.module, cell, self._options))
+        job = encode_job(self._benchmark.module, cell, self._options)
         with tempfile.TemporaryDirectory(prefix="logra-bench-") as folder:
-            output = Path(folder, "cell.pickle")
+            output = Path(folder, "cell.json")
             command = [sys.executable, "-m", "logra.bench.harness.worker", str(output)]
             process = subprocess.Popen(
                 command,
@@ -116,7 +117,7 @@ class _Processes:
             if process.returncode != 0 or not output.exists():
                 tail = errors.decode(errors="replace").strip().splitlines()[-15:]
                 raise BenchError(f"exit code {process.returncode}\n" + "\n".join(f"    {line}" for line in tail))
-            return Record(**pickle.loads(output.read_bytes()), **self._record)
+            return Record(**json.loads(output.read_text(encoding="utf-8")), **self._record)
 
     def stop(self) -> None:
         """End the processes that run."""

@@ -1,7 +1,8 @@
-"""The process of one cell: `python -m logra.bench.harness.worker OUTPUT`, with the pickled job on standard input."""
+"""The process of one cell: `python -m logra.bench.harness.worker OUTPUT`, with the job as JSON on standard input."""
 
+import dataclasses
 import datetime
-import pickle
+import json
 import sys
 import time
 from pathlib import Path
@@ -34,9 +35,22 @@ def measure(module: str, cell: Cell, options: Any) -> dict[str, Any]:
     }
 
 
+def encode_job(module: str, cell: Cell, options: Any) -> bytes:
+    """A job as JSON; the fields of `options` are numbers, strings, and tuples of them."""
+    return json.dumps({"module": module, "cell": cell, "options": dataclasses.asdict(options)}).encode()
+
+
+def decode_job(job: bytes) -> tuple[str, Cell, Any]:
+    """Module, cell and options that `encode_job` got."""
+    content = json.loads(job)
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in content["options"].items()}
+    return content["module"], content["cell"], load(content["module"]).options(**fields)
+
+
 def main() -> None:
     """Run the job on standard input."""
-    Path(sys.argv[1]).write_bytes(pickle.dumps(measure(*pickle.loads(sys.stdin.buffer.read()))))
+    record = measure(*decode_job(sys.stdin.buffer.read()))
+    Path(sys.argv[1]).write_text(json.dumps(record), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -114,4 +114,3 @@ def test_a_cell_becomes_a_table(tmp_path):
     text = sync.table(results)
     assert f"{10**9 / small['packet_bytes']:.0f}x" in text
     assert f"{small['decode_apply_s'] / small['reload_s']:.2f}" in text
-    assert sync.ratios(results)["full / packet bytes"].value == 10**9 / small["packet_bytes"]

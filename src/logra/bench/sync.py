@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from logra.bench.harness import Cell, Ratio, Results, markdown_table, spread
+from logra.bench.harness import Cell, Results, markdown_table, spread
 from logra.bench.transfer.alternatives import full_bytes, low_rank_bytes, sparse_delta
 from logra.bench.transfer.resample import QWEN_7B, SMOLLM2, Architecture, resampled
 from logra.errors import ConfigError
@@ -57,9 +57,6 @@ class Options:
     def __post_init__(self) -> None:
         if min(self.num_steps, self.num_repeats) < 1:
             raise ConfigError(f"num_steps={self.num_steps}, num_repeats={self.num_repeats}: at least 1 each")
-
-
-CHECK = Options(num_steps=1)
 
 
 def cells(options: Options) -> list[Cell]:
@@ -148,13 +145,6 @@ def table(results: Results) -> str:
     for name in (SMOLLM2.name, QWEN_7B.name):
         header += [name, "smaller than full"]
     return "\n\n".join((markdown_table(header, rows), _ranks_table(large), _seconds_table(small)))
-
-
-def ratios(results: Results) -> dict[str, Ratio]:
-    """Size of the packet against full weights. The seconds of single calls scatter too much to be held to 10 %."""
-    small = [result[SMOLLM2.name] for result in results.select()]
-    smaller = statistics.fmean(run["full_bytes"] / run["packet_bytes"] for run in small)
-    return {"full / packet bytes": Ratio(smaller, "higher")}
 
 
 def _size_and_ratio(runs: Sequence[dict[str, Any]], sizes: Sequence[int]) -> list[str]:

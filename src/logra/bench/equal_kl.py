@@ -7,8 +7,6 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from logra.bench.harness import Cell, Results, markdown_table, spread
 from logra.bench.lab.report import HEADER, arm_columns
 
@@ -35,25 +33,12 @@ def run_cell(cell: Cell, options: Options) -> dict[str, Any]:
     from logra.bench.lab import small_policy
     from logra.bench.lab.arms import ARMS
     from logra.bench.lab.equal_kl import equal_kl
-    from logra.bench.lab.loop import Setting, run_arm
 
-    seed = cell["seed"]
-    setting = Setting(
-        num_steps=options.num_steps,
-        temperature=1.0,
-        micro_batch=128,
-        roll_out=lambda model, step: small_policy.roll_out(
-            model, torch.Generator().manual_seed(100_003 * seed + step), num_prompts=16, num_samples=8
-        ),
-        unrelated=small_policy.unrelated_text(),
-    )
-    found: dict[str, Any] = {}
-    for name, arm in ARMS.items():
-        model = small_policy.build_policy(seed)
-        curves = run_arm(model, arm, setting, trust=equal_kl(options.kl_budget), seed=seed)
-        heldout = small_policy.accuracy(model.eval(), torch.Generator().manual_seed(seed))
-        found[name] = {**curves, "heldout": heldout}
-    return found
+    trust = equal_kl(options.kl_budget)
+    return {
+        name: small_policy.train(arm, seed=cell["seed"], num_steps=options.num_steps, trust=trust)
+        for name, arm in ARMS.items()
+    }
 
 
 def table(results: Results) -> str:

@@ -8,8 +8,6 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from logra.bench.harness import Cell, Results, markdown_table, spread
 from logra.bench.lab.report import mean_of
 
@@ -45,27 +43,14 @@ def run_cell(cell: Cell, options: Options) -> dict[str, Any]:
     """The four cases from one pretrained policy: rewards of every step, and held-out accuracy at the end."""
     from logra.bench.lab import small_policy
     from logra.bench.lab.arms import Arm
-    from logra.bench.lab.loop import Setting, run_arm
     from logra.trust import TrustRegion
 
-    seed = cell["seed"]
-    setting = Setting(
-        num_steps=options.num_steps,
-        temperature=1.0,
-        micro_batch=128,
-        roll_out=lambda model, step: small_policy.roll_out(
-            model, torch.Generator().manual_seed(100_003 * seed + step), num_prompts=16, num_samples=8
-        ),
-        unrelated=small_policy.unrelated_text(),
-    )
     found: dict[str, Any] = {}
     for name, (title, multiple, is_trusted) in CASES.items():
-        model = small_policy.build_policy(seed)
         arm = Arm(title, {"lr": multiple * LR, "rank": 16, "direction": "spectral", "momentum": 0.9})
         trust = TrustRegion(kl_budget=options.kl_budget) if is_trusted else None
-        curves = run_arm(model, arm, setting, trust=trust, seed=seed)
-        heldout = small_policy.accuracy(model.eval(), torch.Generator().manual_seed(seed))
-        found[name] = {"reward": curves["reward"], "realised_kl": curves["realised_kl"], "heldout": heldout}
+        trained = small_policy.train(arm, seed=cell["seed"], num_steps=options.num_steps, trust=trust)
+        found[name] = {key: trained[key] for key in ("reward", "realised_kl", "heldout")}
     return found
 
 

@@ -11,13 +11,13 @@ from torch import nn
 
 from logra.contracts import TrustPolicy
 from logra.errors import ConfigError
-from logra.rl.guarded import GuardedGRPOTrainer
 from logra.rl.metrics import optimizer_metrics
 from logra.rl.priced_step import PricedStep
-from logra.rl.probe_window import ProbeWindow, TimedTrust
+from logra.rl.probe_window import TimedTrust
+from logra.rl.probed import ProbedGRPOTrainer
 
 
-class PricedGRPOTrainer(GuardedGRPOTrainer):
+class PricedGRPOTrainer(ProbedGRPOTrainer):
     """`GuardedGRPOTrainer` with a trust region around the step of TRL's optimizer.
 
     Args:
@@ -32,10 +32,8 @@ class PricedGRPOTrainer(GuardedGRPOTrainer):
         super().__init__(*args, **kwargs)
         if self.accelerator.num_processes > 1:
             raise ConfigError("a trust region around a dense optimizer needs a single process")
-        self._window = ProbeWindow()
         self._timed = TimedTrust(trust)
         self._priced: PricedStep | None = None
-        self._mismatch: float | None = None
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """TRL's optimizer, its step under the trust region."""
@@ -47,25 +45,12 @@ class PricedGRPOTrainer(GuardedGRPOTrainer):
 
     def _own_state(self) -> dict[str, Any]:
         assert self._priced is not None
-        return super()._own_state() | {"mismatch": self._mismatch, "priced": self._priced.state_dict()}
+        return super()._own_state() | {"priced": self._priced.state_dict()}
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
         assert self._priced is not None
         super()._load_own_state(state)
-        self._mismatch = state["mismatch"]
         self._priced.load_state_dict(state["priced"])
-
-    def compute_loss(
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """TRL's loss; remembers the micro-batch for the probe."""
-        if self.model.training:
-            self._window.add(inputs)
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-    def _on_step_begin(self) -> None:
-        super()._on_step_begin()
-        self._window.clear()
 
     def _on_pre_optimizer_step(self) -> None:
         super()._on_pre_optimizer_step()
@@ -80,7 +65,3 @@ class PricedGRPOTrainer(GuardedGRPOTrainer):
         if self._priced is not None:
             skipped = {"optim/skipped": float(self._priced.num_skipped), "time/probe_s": self._timed.seconds}
             self._record(optimizer_metrics(self._priced.diagnostics) | skipped)
-
-    def _on_step_end(self) -> None:
-        super()._on_step_end()
-        self._window.clear()

@@ -8,6 +8,7 @@ d = before - after, of every parameter with a gradient, enters the same tangent 
 Costs two copies of what is trained. The optimizer's moments advance also where the step is scaled or rejected.
 """
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -74,21 +75,17 @@ class PricedStep:
             parameter.copy_(before)
         self._before.clear()
         self.diagnostics, self.displacements = {}, {}
-        try:
-            alpha = self._allowed(whole) if any(moved.any() for moved in whole.values()) else 0.0
-        except NonFiniteProbeError:
-            alpha = 0.0
-        if alpha > 0:
-            self.displacements = {parameter: alpha * moved for parameter, moved in whole.items()}
-            for parameter, moved in self.displacements.items():
-                parameter.sub_(moved)
-            self._num_steps += 1
-        else:
-            self.num_skipped += 1
+        with suppress(NonFiniteProbeError):
+            if any(moved.any() for moved in whole.values()):
+                self.displacements = self._allowed(whole)
+        for parameter, moved in self.displacements.items():
+            parameter.sub_(moved)
+        self._num_steps += bool(self.displacements)
+        self.num_skipped += not self.displacements
         self._probe = None
 
-    def _allowed(self, whole: dict[nn.Parameter, Tensor]) -> float:
-        """The share of the step that the policy accepts; 0 if it rejects it."""
+    def _allowed(self, whole: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+        """The share of the step that the policy accepts; nothing if it rejects it."""
         if self._probe is None:
             raise ProbeError("the trust region needs a probe: call set_probe(...) before every step()")
         decision = self.trust.predict(
@@ -108,5 +105,5 @@ class PricedStep:
                 "num_shrinks": float(attempt),
             }
             if verdict.action != "shrink":
-                return alpha if verdict.action == "accept" else 0.0
+                return scaled if verdict.action == "accept" else {}
             alpha, attempt = alpha * verdict.factor, attempt + 1

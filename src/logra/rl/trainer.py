@@ -25,17 +25,17 @@ from logra.errors import ConfigError
 from logra.optim import Config, SketchOptimizer
 from logra.phases import phase
 from logra.rl.grpo import CheckedGRPOTrainer
-from logra.rl.guarded import GuardedGRPOTrainer
 from logra.rl.guards import rollback
 from logra.rl.guards.config import GuardsConfig
 from logra.rl.metrics import ROLLOUT_VERSION, optimizer_metrics
-from logra.rl.probe_window import ProbeWindow, TimedTrust
+from logra.rl.probe_window import TimedTrust
+from logra.rl.probed import ProbedGRPOTrainer
 from logra.rl.rollout import delivery_metrics, rollout_engine
 from logra.sync import Publisher
 from logra.sync.protocols import UpdateLog
 
 
-class GRPOTrainer(GuardedGRPOTrainer):
+class GRPOTrainer(ProbedGRPOTrainer):
     """Drop-in for `trl.GRPOTrainer` that trains the full weights from gradient sketches.
 
     Args:
@@ -82,8 +82,6 @@ class GRPOTrainer(GuardedGRPOTrainer):
             given_optimizer.config = self._config
         self._diagnostics = tuple(diagnostics)
         self._attached = False
-        self._window = ProbeWindow()
-        self._mismatch: float | None = None
         self._publisher: Publisher | None = None
         if self.use_vllm:
             self._engine.follow(self._what_to_follow)
@@ -154,15 +152,6 @@ class GRPOTrainer(GuardedGRPOTrainer):
         # None keeps transformers from logging the norm of the few `.grad`s; `_add_step_totals` logs the real one.
         return None
 
-    # --- what a checkpoint holds besides, see `logra.rl.resumable` ---
-
-    def _own_state(self) -> dict[str, Any]:
-        return super()._own_state() | {"mismatch": self._mismatch}
-
-    def _load_own_state(self, state: dict[str, Any]) -> None:
-        super()._load_own_state(state)
-        self._mismatch = state["mismatch"]
-
     # --- the step ---
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
@@ -175,19 +164,9 @@ class GRPOTrainer(GuardedGRPOTrainer):
             self._record(metrics)
         return result
 
-    def compute_loss(
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """TRL's loss; remembers the micro-batch for the probe."""
-        if self.model.training:
-            self._window.add(inputs)
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
     def _on_step_begin(self) -> None:
         super()._on_step_begin()
-        # An exception in an earlier train() can have left half a step behind.
-        self.sketch_optimizer.zero_grad()
-        self._window.clear()
+        self.sketch_optimizer.zero_grad()  # as the window: half a step can be left of an earlier train()
         if self.guards is not None and self.guards.config.may_roll_back and self._publisher is None:
             raise ConfigError(
                 "guards.sentinels: action rollback needs the log of updates: call publish_to(publisher) first"
@@ -239,10 +218,6 @@ class GRPOTrainer(GuardedGRPOTrainer):
         if self.use_vllm:
             metrics.pop("sync/seconds", None)  # that of the delivery to the engine, see `delivery_metrics`
         self._record(metrics)
-
-    def _on_step_end(self) -> None:
-        super()._on_step_end()
-        self._window.clear()
 
     def _add_step_totals(self, logs: dict[str, float]) -> None:
         super()._add_step_totals(logs)

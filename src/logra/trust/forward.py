@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from logra.chunked_head import forward_replaced
 from logra.errors import ProbeError
 from logra.shards import is_fsdp
 from logra.trust.attention import differentiable_attention, is_transformers_model
@@ -105,7 +106,7 @@ class LogitReader:
         # The ids only give the call its shape: what the head sees is `chosen`.
         ids = torch.zeros(chosen.shape[:2], dtype=torch.int64, device=chosen.device)
         head_input = self._output_type(last_hidden_state=chosen)
-        with _forward_replaced(self._backbone, lambda *args, **kwargs: head_input):
+        with forward_replaced(self._backbone, lambda *args, **kwargs: head_input):
             return _logits_of(self.model, self._call(ids, torch.ones_like(ids)), chosen.shape[:2])[0]
 
     def _hidden(self, input_ids: Tensor, attention_mask: Tensor, **inputs: Any) -> Tensor:
@@ -126,7 +127,7 @@ class LogitReader:
             return type(output)(last_hidden_state=hidden[:1, :1])
 
         # The head runs on one position only; calling through the model keeps its wrappers (autocast, sharding) in place.
-        with _forward_replaced(self._backbone, keep):
+        with forward_replaced(self._backbone, keep):
             self._call(input_ids, attention_mask, **inputs)
         return found[0]
 
@@ -152,20 +153,6 @@ def token_chunks(batch: ProbeBatch) -> Iterator[slice]:
     """Slices of at most `CHUNK_TOKENS` generated tokens that cover the batch."""
     for start in range(0, batch.columns.numel(), CHUNK_TOKENS):
         yield slice(start, start + CHUNK_TOKENS)
-
-
-@contextmanager
-def _forward_replaced(module: Any, forward: Any) -> Iterator[None]:
-    """Set the instance attribute `forward` and put back what was there: an earlier instance attribute, or none."""
-    had, before = "forward" in vars(module), vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if had:
-            module.forward = before
-        else:
-            del module.forward
 
 
 def _logits_of(model: nn.Module, output: Any, shape: tuple[int, ...]) -> Tensor:

@@ -11,14 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from logra.bench.lab.arms import Arm
+from logra.bench.lab.loop import Setting, run_arm
 from logra.bench.lab.sampling import Rollout, sample
+from logra.contracts import TrustPolicy
 from logra.trust import TrustRegion
 from logra.trust.probe import Probe
 
 ALPHABET = "0123456789+=>abcdefghij"
 END = len(ALPHABET)
 START_ACCURACY = 0.27
-NUM_HELDOUT_FROM = 8  # sums whose first term is 8 modulo 10 are held out
+HELDOUT_DIGIT = 8  # sums whose first term ends in it are held out
 
 
 def encode(text: str) -> list[int]:
@@ -62,6 +65,26 @@ def build_policy(seed: int) -> Any:
     return model
 
 
+def train(arm: Arm, *, seed: int, num_steps: int, trust: TrustPolicy | None) -> dict[str, Any]:
+    """Train the pretrained policy of a seed with one arm: the same prompts and noise for all arms, 16 x 8 samples a step.
+
+    Returns:
+        The curves of `run_arm`, and `heldout`, the sampled accuracy at the end.
+    """
+    model = build_policy(seed)
+    setting = Setting(
+        num_steps=num_steps,
+        temperature=1.0,
+        micro_batch=128,
+        roll_out=lambda policy, step: roll_out(
+            policy, torch.Generator().manual_seed(100_003 * seed + step), num_prompts=16, num_samples=8
+        ),
+        unrelated=unrelated_text(),
+    )
+    curves = run_arm(model, arm, setting, trust=trust, seed=seed)
+    return {**curves, "heldout": accuracy(model.eval(), torch.Generator().manual_seed(seed))}
+
+
 def roll_out(model: nn.Module, generator: torch.Generator, *, num_prompts: int, num_samples: int,
              heldout: bool = False) -> Rollout:  # fmt: skip
     """Fresh sums and sampled answers."""
@@ -98,7 +121,7 @@ def _terms(generator: torch.Generator, count: int, *, heldout: bool) -> list[tup
     pairs: list[tuple[int, int]] = []
     while len(pairs) < count:
         a, b = torch.randint(0, 100, (2,), generator=generator).tolist()
-        if (a % 10 == NUM_HELDOUT_FROM) == heldout:
+        if (a % 10 == HELDOUT_DIGIT) == heldout:
             pairs.append((a, b))
     return pairs
 

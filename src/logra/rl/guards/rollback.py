@@ -9,14 +9,13 @@ Moments are not in the log, and those of a run that went astray are not wanted: 
 """
 
 import torch
-from torch import Tensor
 
 from logra.errors import ConfigError, LograError
 from logra.optim import SketchOptimizer
 from logra.sync import Publisher, Replica
 from logra.sync.layout import Layout
 from logra.sync.protocols import AnchorStore, UpdateLog
-from logra.sync.publisher import changeable_weights, optimizer_layout
+from logra.sync.publisher import changeable_weights, optimizer_layout, whole_update
 from logra.update import PolicyUpdate
 
 
@@ -65,28 +64,8 @@ def go_back(optimizer: SketchOptimizer, publisher: Publisher, version: int) -> P
     Returns:
         The update that was published.
     """
-    base = optimizer.version
-    storage = optimizer.config.weight_storage
-    restore(publisher.log, optimizer_layout(optimizer), version, weight_storage=storage)
-    optimizer.restart(version=base + 1)
-    update = PolicyUpdate(
-        base_version=base,
-        version=base + 1,
-        seed=optimizer.config.seed,
-        update_index=base // optimizer.config.refresh_every,
-        weights={},
-        tensors=_as_stored(optimizer),
-        weight_storage=storage,
-    )
-    published = publisher.publish(update)
+    restore(publisher.log, optimizer_layout(optimizer), version, weight_storage=optimizer.config.weight_storage)
+    optimizer.restart(version=optimizer.version + 1)
+    published = publisher.publish(whole_update(optimizer))
     assert published is not None
     return published
-
-
-def _as_stored(optimizer: SketchOptimizer) -> dict[str, Tensor]:
-    """Copies of all weights that the run may change, in the orientation of the model's checkpoint."""
-    layout = optimizer_layout(optimizer)
-    return {
-        name: (value.T if layout[name].transposed and value.ndim == 2 else value).detach().clone().contiguous()
-        for name, value in changeable_weights(optimizer).items()
-    }

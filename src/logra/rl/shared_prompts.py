@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
-from transformers.cache_utils import DynamicLayer
 from trl.trainer.utils import split_tensor_dict
 
 from logra.errors import ConfigError
+from logra.trust.shared_prefix import keeps_plain_keys
 
 
 def can_share_prompts(model: Any) -> bool:
     """Whether every layer of the model keeps plain keys and values, which can be handed to other rows."""
     takes_cache = {"cache", "logits_to_keep"} <= inspect.signature(type(model).forward).parameters.keys()
-    return takes_cache and all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
+    return takes_cache and keeps_plain_keys(model)
 
 
 _OWN_PREFILL = (

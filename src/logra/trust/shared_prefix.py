@@ -45,16 +45,19 @@ def cache_argument(model: Any) -> str | None:
     Args:
         model: a transformers model.
     """
-    from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer
-
     parameters = inspect.signature(model.forward).parameters
     name = next((name for name in ("cache", "past_key_values") if name in parameters), None)
     if name is None or not {"position_ids", "attention_mask", "use_cache"} <= parameters.keys():
         return None
-    # Layers with a window or a state of their own keep something else than plain keys and values.
-    plain = all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
-    return name if plain else None
+    return name if keeps_plain_keys(model) else None
+
+
+def keeps_plain_keys(model: Any) -> bool:
+    """Whether every layer of a transformers model keeps plain keys and values: no window, no state of its own."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)
 
 
 def split_prefixes(batch: ProbeBatch) -> SplitBatch | None:

@@ -16,7 +16,8 @@ LEVELS = {
     "sign_factor": 0, "storage": 0, "shards": 0, "tensor_delta": 0,
     "phases": 0,
     "sketch": 1, "memory": 1,
-    "optim": 2, "trust": 2, "sync": 2, "checkpoint": 2,
+    "optim": 2, "trust": 2, "sync": 2,
+    "checkpoint": 2.5,  # saves the state of `optim`, and is used by `rl`
     "diagnostics": 2.5,  # looks at steps through `trust`, and is used by `rl`
     "rl": 3,
     "bench": 4, "integrations": 4, "report": 4,

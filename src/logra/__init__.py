@@ -4,7 +4,7 @@
 the RL libraries.
 """
 
-from logra import diagnostics, memory, sync
+from logra import checkpoint, diagnostics, memory, sync
 from logra.errors import LograError
 from logra.optim import Config, SketchOptimizer
 from logra.planner import plan
@@ -24,6 +24,7 @@ __all__ = [
     "SketchOptimizer",
     "TrustRegion",
     "__version__",
+    "checkpoint",
     "detach",
     "diagnostics",
     "memory",

@@ -94,7 +94,7 @@ class CheckpointStore:
             save_file(_plain(tensors), temporary / _TENSORS)
             for name, content in {_STATE: text, **(files or {})}.items():
                 (temporary / name).write_text(content, encoding="utf-8")
-            records = {path.name: _record(path) for path in sorted(temporary.iterdir())}
+            records = {path.name: file_record(path) for path in sorted(temporary.iterdir())}
             for path in (*temporary.iterdir(), temporary):
                 fsync(path)
             if checkpoint.path.exists():
@@ -160,7 +160,7 @@ class CheckpointStore:
             for name, record in marker["files"].items():
                 path = checkpoint.path / name
                 # The size first: it is known at once.
-                if path.stat().st_size != record["bytes"] or _record(path) != record:
+                if path.stat().st_size != record["bytes"] or file_record(path) != record:
                     raise CheckpointError(f"{name} is not what was written (size or SHA-256 differs)")
         except FileNotFoundError as error:
             what = "it was not finished" if Path(error.filename).name == MARKER else f"{error.filename!r} is missing"
@@ -246,7 +246,8 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _record(path: Path) -> dict[str, Any]:
+def file_record(path: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file."""
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 

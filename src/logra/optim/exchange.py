@@ -21,16 +21,13 @@ from logra.update import LowRankUpdate
 
 def weight_norms(targets: Sequence[Target]) -> Tensor:
     """Frobenius norm of every target's whole weight, fp32 [targets]; of shards, the root of the sum over processes."""
-    norms = [torch.linalg.vector_norm(target.weight, dtype=torch.float32) for target in targets]
-    if distributed.num_processes() == 1 or not any(is_sharded(target.parameter) for target in targets):
-        return torch.stack(norms)
-    # Each part of a weight is summed as often as it is stored. fp64, so that the number of parts leaves fp32 bits alone.
-    squares = [
-        torch.linalg.vector_norm(target.weight, dtype=torch.float64).square()
-        / (distributed.num_processes() // target.sharding.num_holders)
-        for target in targets
-    ]
-    return distributed.sum_(torch.stack(squares)).sqrt().float()
+    # fp64, so that the number of parts leaves fp32 bits alone: a run can go on with another number of processes.
+    squares = torch.stack([torch.linalg.vector_norm(target.weight, dtype=torch.float64).square() for target in targets])
+    if distributed.num_processes() > 1 and any(is_sharded(target.parameter) for target in targets):
+        # Each part of a weight is summed as often as it is stored.
+        copies = [distributed.num_processes() // target.sharding.num_holders for target in targets]
+        distributed.sum_(squares.div_(squares.new_tensor(copies)))
+    return squares.sqrt().float()
 
 
 def rounded_once(

@@ -10,7 +10,7 @@ from logra import SketchOptimizer
 from logra.errors import SyncError
 from logra.sync import DirectoryLog, Publisher, Replica, module_layout
 from logra.sync.layout import canonical_weights, weights_digest
-from logra.sync.publisher import changeable_weights, optimizer_layout
+from logra.sync.publisher import changeable_weights, optimizer_layout, whole_update
 from logra.update import PolicyUpdate
 
 PATTERNS = ("q_proj", "k_proj", "o_proj")
@@ -159,6 +159,24 @@ def test_trained_tensors_travel_as_deltas_after_their_first_value(make_lm, token
     assert opt.last_update.tensors.keys() == published[0].tensors.keys()
     again = publisher.publish(opt.last_update)
     assert again.digest == published[-1].digest == log.read(3).digest
+
+
+def test_a_weight_that_low_rank_updates_moved_is_no_base_of_a_delta(make_lm, token_ids, tmp_path):
+    # Two rollbacks of one run: weights are published whole, moved by a factorised update, and published whole again.
+    log = DirectoryLog(tmp_path / "updates")
+    follower = Replica(make_lm())
+    opt, publisher, _ = train(make_lm(), token_ids, make_publisher, 1, log)
+    for is_moved in (False, True, False):
+        if is_moved:
+            logits = opt.model(token_ids).float()
+            torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), token_ids[:, 1:].flatten()).backward()
+            opt.step()
+            publisher.publish(opt.last_update)
+        else:
+            opt.restart(version=opt.version + 1)
+            publisher.publish(whole_update(opt))
+    follower.catch_up(log)
+    assert follower.digest() == weights_digest(optimizer_layout(opt))
 
 
 def test_values_are_sent_where_a_delta_is_not_smaller_or_has_no_base(tmp_path):

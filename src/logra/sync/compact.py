@@ -32,7 +32,8 @@ class CompactTensors:
         if update.version != self._version:
             self._bases = self._values if update.base_version == self._version else {}
         tensors, deltas = {}, dict(update.deltas)
-        values = dict(self._bases)
+        # A low-rank change moves a tensor away from the value that was published last.
+        values = {name: value for name, value in self._bases.items() if name not in update.weights}
         for name, tensor in update.tensors.items():
             value = tensor.detach().cpu().clone()
             delta = _delta(self._bases.get(name), value)

@@ -2,15 +2,24 @@
 
 python examples/trl_grpo.py                       # a tiny random Llama, a few seconds on a CPU
 python examples/trl_grpo.py --model path/to/model
+accelerate launch --config_file examples/accelerate/ddp.yaml examples/trl_grpo.py      # or fsdp2.yaml: several processes
 """
 
 import argparse
 import string
 import tempfile
 
+import torch
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    set_seed,
+)
 from trl import GRPOConfig  # pyright: ignore[reportPrivateImportUsage]
 
 import logra
@@ -49,6 +58,8 @@ def main(argv=None):
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps (default: 10)")
     arguments = parser.parse_args(argv)
 
+    has_gpu = torch.cuda.is_available()
+    set_seed(0)  # several processes must begin with the same weights
     if arguments.model is None:
         model, tokenizer = tiny_model()
     else:
@@ -64,13 +75,14 @@ def main(argv=None):
             args=GRPOConfig(
                 output_dir=folder,
                 max_steps=arguments.steps,
-                per_device_train_batch_size=16,
+                per_device_train_batch_size=8,
+                gradient_accumulation_steps=2,
                 num_generations=8,
                 max_completion_length=8,
                 activation_checkpointing=False,
-                bf16=False,
-                use_cpu=True,
-                dataloader_pin_memory=False,
+                bf16=has_gpu,
+                use_cpu=not has_gpu,
+                dataloader_pin_memory=has_gpu,
                 logging_steps=1,
                 save_strategy="no",
                 disable_tqdm=True,
@@ -81,7 +93,8 @@ def main(argv=None):
         )
         trainer.train()
     rewards = [entry["reward/mean"] for entry in trainer.state.log_history if "reward/mean" in entry]
-    print(f"mean reward {rewards[0]:.3f} in the first step, {rewards[-1]:.3f} in the last")
+    if trainer.is_world_process_zero():
+        print(f"mean reward {rewards[0]:.3f} in the first step, {rewards[-1]:.3f} in the last")
     return rewards
 
 

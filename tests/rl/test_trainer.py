@@ -241,35 +241,34 @@ def test_deepspeed_is_refused_before_the_model_loads(make_args, monkeypatch, num
         GRPOTrainer(model="never-loaded", reward_funcs=num_letters, args=args, train_dataset=[1])
 
 
-def test_fsdp_is_refused_before_the_model_loads(make_args, monkeypatch, num_letters):
-    # Catches advice to use what the optimizer then refuses.
+@pytest.mark.parametrize(
+    ("settings", "overrides", "message"),
+    [
+        ({"FSDP_VERSION": "1"}, {}, "fsdp_version=1"),
+        ({}, {}, "fsdp_version=1"),  # what accelerate takes where nothing is said
+        ({"FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"}, {}, "fsdp_offload_params"),
+        ({"FSDP_VERSION": "2"}, {"use_vllm": True}, "use_vllm=True with fsdp"),
+        ({}, {"fsdp": True, "fsdp_plugin_args": {"fsdp_version": 1}}, "fsdp_version=1"),
+    ],
+)
+def test_fsdp_settings_are_refused_before_the_model_loads(
+    make_args, monkeypatch, num_letters, settings, overrides, message
+):
     args = make_args()
-    args.fsdp = True
-    common = {"model": "never-loaded", "reward_funcs": num_letters, "args": args, "train_dataset": [1]}
-    with pytest.raises(ConfigError, match=r"fsdp.*Use DDP or a single process"):
-        GRPOTrainer(**common)
-    args.fsdp = None
+    for name, value in overrides.items():
+        setattr(args, name, value)
+    for name, value in (settings | {"ACCELERATE_USE_FSDP": "true"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        GRPOTrainer(model="never-loaded", reward_funcs=num_letters, args=args, train_dataset=[1])
+
+
+def test_fsdp_that_accelerate_ignores_is_refused(make_trainer, monkeypatch):
+    # Catches whole replicas in every process where shards were asked for.
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ConfigError, match="fsdp"):
-        GRPOTrainer(**common)
-
-
-def test_an_accelerator_with_fsdp_is_refused(make_trainer):
-    from logra.rl.trainer import _refuse_accelerator
-
-    trainer = make_trainer()
-    _refuse_accelerator(trainer)
-
-    class State:
-        fsdp_plugin = object()
-
-    class Accelerator:
-        state = State()
-        scaler = None
-
-    trainer.accelerator = Accelerator()  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="fsdp"):
-        _refuse_accelerator(trainer)
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    with pytest.raises(ConfigError, match=r"fsdp: accelerate has no FSDP for .*NO"):
+        make_trainer()
 
 
 def test_lora_is_refused(model, dataset, make_args, num_letters):

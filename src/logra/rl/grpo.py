@@ -186,10 +186,12 @@ class CheckedGRPOTrainer(ResumableTrainer):
         """Whether TRL would project prompt positions through the LM head too, and the model can be told not to.
 
         TRL's fused head drops them only where Triton runs. On CPU, with a short answer to a long prompt and a large
-        vocabulary, they are a fifth of the step.
+        vocabulary, they are a fifth of the step. Not under FSDP: the head's chunks would be collectives, of which
+        processes with longer responses have more.
         """
         takes_it = "logits_to_keep" in inspect.signature(type(self._language_model).forward).parameters
-        return self.accelerator.device.type == "cpu" and takes_it and not self.args.cast_lm_head_to_fp32
+        on_cpu = self.accelerator.device.type == "cpu" and not self.is_fsdp_enabled
+        return on_cpu and takes_it and not self.args.cast_lm_head_to_fp32
 
     @property
     def _shares_prompts(self) -> bool:

@@ -4,12 +4,11 @@ The order of one optimizer step, as transformers runs it: micro-batches forward 
 probe handed over, `SketchOptimizer.step`, scheduler, log. Gradients are clipped inside the optimizer, on the recovered
 gradient, and the logged `grad_norm` is that gradient's norm: transformers' own clipping sees `.grad`, which stays None.
 
-Refuses: DeepSpeed, FSDP, fp16 gradient scaling, LoRA, torch.compile and a foreign optimizer (ConfigError).
+Refuses: DeepSpeed, FSDP1, fp16 gradient scaling, LoRA, torch.compile and a foreign optimizer (ConfigError).
 """
 
 import dataclasses
 import inspect
-import os
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from logra.diagnostics.observer import Diagnostic
 from logra.errors import ConfigError
 from logra.optim import Config, SketchOptimizer
 from logra.phases import phase
-from logra.rl.grpo import CheckedGRPOTrainer
+from logra.rl import fsdp
 from logra.rl.guards import rollback
 from logra.rl.guards.config import GuardsConfig
 from logra.rl.metrics import ROLLOUT_VERSION, optimizer_metrics
@@ -51,8 +50,8 @@ class GRPOTrainer(ProbedGRPOTrainer):
             trainer takes it over, and completes its config in the same way.
 
     Raises:
-        ConfigError: a setting that cannot work with sketches (`peft_config`, `fp16`, `torch_compile`, DeepSpeed, FSDP, a
-            foreign optimizer), before the model is loaded where it can be known.
+        ConfigError: a setting that cannot work with sketches (`peft_config`, `fp16`, `torch_compile`, DeepSpeed, FSDP1,
+            a foreign optimizer), before the model is loaded where it can be known.
         DataError: see `CheckedGRPOTrainer`.
 
     Example:
@@ -74,7 +73,9 @@ class GRPOTrainer(ProbedGRPOTrainer):
         _refuse_arguments(arguments, given, logra)
         with rollout_engine(arguments):
             super().__init__(*args, guards=guards, **kwargs)
-        _refuse_accelerator(self)
+        fsdp.refuse_ignored(self.accelerator, self.args)
+        if getattr(self.accelerator, "scaler", None) is not None:
+            raise ConfigError("mixed_precision='fp16': the gradient scaler needs `.grad`. Use bf16, or fp32.")
         _warn_of_ignored(self.args)
         given_optimizer: Any = self.optimizer
         self._config = self._resolve(logra or (given_optimizer.config if given_optimizer is not None else Config()))
@@ -106,17 +107,41 @@ class GRPOTrainer(ProbedGRPOTrainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Build the sketch optimizer on the model (once)."""
+        if self.accelerator.is_fsdp2:
+            fsdp.shard(self.accelerator, self.model)
         if self.optimizer is None:
             self.optimizer = SketchOptimizer(self.model if model is None else model, self._config)
+            self._group_parameters = fsdp.GroupParameters(self.optimizer)
         if not self._attached:
             self._attached = True
             for diagnostic in self._diagnostics:
                 diagnostic.attach(self.sketch_optimizer)
-        if self.accelerator.num_processes > 1 and self.sketch_optimizer.num_parameters()["dense"] == 0:
+        replicated = self.accelerator.num_processes > 1 and not self.accelerator.is_fsdp2
+        if replicated and self.sketch_optimizer.num_parameters()["dense"] == 0:
             # The optimizer averages the sketches itself. DistributedDataParallel would find no gradient to reduce, and
             # refuses such a model: in evaluation mode accelerate places it without that wrapper.
             self.accelerator.prepare_model(self.model, evaluation_mode=True)
         return self.optimizer
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's scheduler; transformers builds it when accelerate has prepared the optimizer."""
+        if self.accelerator.is_fsdp2:
+            self._group_parameters.restore()
+        return super().create_scheduler(*args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.accelerator.is_fsdp2:
+            return super()._save_optimizer_and_scheduler(output_dir)
+        return fsdp.save_state(output_dir, self.sketch_optimizer, self.lr_scheduler)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not self.accelerator.is_fsdp2:  # there the weights come with the optimizer's state
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not self.accelerator.is_fsdp2:
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        return fsdp.load_state(checkpoint, self.sketch_optimizer, self.lr_scheduler)
 
     def publish_to(self, publisher: Publisher) -> None:
         """Publish every update from now on, on the main process; its bytes and seconds enter the metrics.
@@ -284,13 +309,12 @@ def _refuse_arguments(args: GRPOConfig | None, given: dict[str, Any], logra: Con
         )
     if optimizer is not None and logra is not None:
         raise ConfigError("give either optimizers=(SketchOptimizer, scheduler) or logra=Config(...), not both")
-    if (args is not None and args.deepspeed) or _launched_with("DEEPSPEED"):
+    if (args is not None and args.deepspeed) or fsdp.is_set("ACCELERATE_USE_DEEPSPEED"):
         raise ConfigError(
             "deepspeed: ZeRO flattens the weights, so that their gradients cannot be sketched. "
-            "Use DDP or a single process."
+            "Use FSDP2 or DDP (examples/accelerate/)."
         )
-    if (args is not None and args.fsdp) or _launched_with("FSDP"):
-        raise ConfigError(_NO_FSDP)
+    fsdp.refuse_settings(args)
     if args is not None and args.fp16:
         raise ConfigError(
             "fp16=True: the gradient scaler needs `.grad`, which a sketched weight does not have. "
@@ -298,25 +322,6 @@ def _refuse_arguments(args: GRPOConfig | None, given: dict[str, Any], logra: Con
         )
     if args is not None and args.torch_compile:
         raise ConfigError("torch_compile=True: sketches are captured in eager mode. Set torch_compile=False.")
-
-
-_NO_FSDP = (
-    "fsdp: GRPOTrainer does not run under FSDP in this version (logra.SketchOptimizer does, on a model of fully_shard). Use "
-    "DDP or a single process."
-)
-
-
-def _launched_with(feature: str) -> bool:
-    """Whether `accelerate launch` has switched a feature on."""
-    return os.environ.get(f"ACCELERATE_USE_{feature}", "false").lower() in ("1", "true", "yes")
-
-
-def _refuse_accelerator(trainer: CheckedGRPOTrainer) -> None:
-    """Refuse what only accelerate knows: its launcher can switch these on without a TRL argument."""
-    if getattr(trainer.accelerator.state, "fsdp_plugin", None) is not None:
-        raise ConfigError(_NO_FSDP)
-    if getattr(trainer.accelerator, "scaler", None) is not None:
-        raise ConfigError("mixed_precision='fp16': the gradient scaler needs `.grad`. Use bf16, or fp32.")
 
 
 def _warn_of_ignored(args: GRPOConfig) -> None:

@@ -7,8 +7,9 @@ from trl.trainer import grpo_trainer
 
 from logra.errors import ConfigError
 from logra.rl import rollout
-from logra.rl.config import RolloutConfig, TrainConfig
+from logra.rl.config import LossConfig, RolloutConfig, TrainConfig
 from logra.rl.methods import trl_arguments
+from logra.rl.workers import WorkersConfig
 
 
 class Generation:
@@ -25,7 +26,8 @@ def use(monkeypatch, *found):
 
 
 def arguments(**fields):
-    return SimpleNamespace(**({"use_vllm": True, "vllm_enable_sleep_mode": False} | fields))
+    settings = {"use_vllm": True, "vllm_enable_sleep_mode": False, "vllm_importance_sampling_correction": True}
+    return SimpleNamespace(**(settings | fields))
 
 
 def test_trl_builds_the_engine_that_the_entry_point_names(monkeypatch):
@@ -38,6 +40,36 @@ def test_trl_builds_the_engine_that_the_entry_point_names(monkeypatch):
     with pytest.raises(RuntimeError), rollout.rollout_engine(arguments()):
         raise RuntimeError
     assert grpo_trainer.VLLMGeneration is original
+
+
+def test_workers_take_the_place_of_vllm(monkeypatch):
+    asked = []
+    entry = SimpleNamespace(load=lambda: lambda: lambda **given: given)
+    monkeypatch.setattr(rollout, "entry_points", lambda group, name: [asked.append(name), entry][1:])
+    workers = WorkersConfig(model="folder")
+    with rollout.rollout_engine(arguments(vllm_importance_sampling_correction=False), workers):
+        assert grpo_trainer.VLLMGeneration(temperature=1.0) == {"temperature": 1.0, "workers": workers}
+    assert asked == ["ray"]
+
+
+@pytest.mark.parametrize("args", [None, arguments(use_vllm=False), arguments()])
+def test_workers_that_trl_would_not_ask_or_would_correct_are_refused(args):
+    """Fails if a fleet is started and never used, or its samples (log-probabilities NaN) are reweighted."""
+    with pytest.raises(ConfigError, match="use_vllm=True"), rollout.rollout_engine(args, WorkersConfig(model="folder")):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"num_workers": 0}, "workers.num_workers=0"),
+        ({"num_gpus": -1}, "workers.num_gpus"),
+        ({"timeout_s": 0}, "timeout_s"),
+    ],
+)
+def test_settings_of_workers_are_checked(settings, named):
+    with pytest.raises(ConfigError, match=named):
+        WorkersConfig(model="folder", **settings)
 
 
 @pytest.mark.parametrize("args", [None, arguments(use_vllm=False)])
@@ -59,17 +91,6 @@ def test_what_cannot_work_is_refused_before_the_model_loads(monkeypatch):
         pass
 
 
-def test_the_metrics_of_a_synchronisation():
-    delivery = SimpleNamespace(version=3, num_bytes=100, seconds=0.5)
-    generation = SimpleNamespace(last_delivery=delivery, num_anchors=1)
-    assert rollout.delivery_metrics(generation) == {
-        "sync/delivered_bytes": 100.0,
-        "sync/seconds": 0.5,
-        "sync/anchors": 1.0,
-    }
-    assert rollout.delivery_metrics(SimpleNamespace(last_delivery=None, num_anchors=0)) == {}
-
-
 def config(**rollout_fields):
     return TrainConfig(output_dir="out", rollout=RolloutConfig(**rollout_fields))
 
@@ -83,6 +104,15 @@ def test_engines_in_trls_terms():
     assert trl_arguments(config(engine="vllm_server")).vllm_server_base_url == "http://127.0.0.1:8000"
 
 
+def test_a_fleet_in_trls_terms(monkeypatch):
+    use(monkeypatch, EntryPoint())
+    workers = trl_arguments(config(engine="ray", num_workers=2))
+    assert (workers.use_vllm, workers.vllm_importance_sampling_correction) == (True, False)
+    use(monkeypatch)
+    with pytest.raises(ConfigError, match=r"pip install 'logra\[ray\]'"):
+        trl_arguments(config(engine="ray"))
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
@@ -91,6 +121,10 @@ def test_engines_in_trls_terms():
         ({"rollout": {"engine": "vllm", "server_url": "http://x"}}, "rollout.server_url"),
         ({"rollout": {"engine": "vllm"}, "method": "adamw"}, "rollout.engine"),
         ({"rollout": {"engine": "vllm_server"}, "method": "lora"}, "rollout.engine"),
+        ({"rollout": {"engine": "ray"}, "method": "lora"}, "rollout.engine"),
+        ({"rollout": {"num_workers": 2}}, "rollout.num_workers=2"),
+        ({"rollout": {"engine": "vllm", "worker_gpus": 1}}, "rollout.worker_gpus=1"),
+        ({"rollout": {"engine": "ray"}, "loss": LossConfig(importance="off")}, "loss.*rollout.engine=ray"),
     ],
 )
 def test_settings_that_cannot_work_together_are_refused(fields, named):

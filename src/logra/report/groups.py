@@ -7,7 +7,7 @@ from typing import Any
 from logra.report.run import Run
 
 IGNORED = ("output_dir", "overwrite", "resume", "versions", "run.seed", "run.num_threads", "run.report_to", "logra.seed",
-           "trust.seed")  # fmt: skip
+           "trust.seed", "rollout.num_workers")  # fmt: skip
 """Settings that do not make a run another experiment."""
 ABSENT = "-"
 """Shown where a run has no such setting."""

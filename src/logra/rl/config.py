@@ -35,10 +35,17 @@ class RolloutConfig:
     """Longest completion, tokens."""
     temperature: float = 1.0
     """Sampling temperature, above 0."""
-    engine: Literal["transformers", "vllm", "vllm_server"] = "transformers"
-    """What samples: the model itself, a vLLM engine in this process, or a running `vllm serve` (see docs/vllm.md)."""
+    engine: Literal["transformers", "vllm", "vllm_server", "ray"] = "transformers"
+    """What samples: the model itself, a vLLM engine in this process, a running `vllm serve` (see docs/vllm.md), or workers
+    that Ray places (see docs/distributed.md)."""
     server_url: str | None = None
     """Address of the server, for engine vllm_server; null is http://127.0.0.1:8000."""
+    num_workers: int | None = None
+    """Workers, for engine ray, each with a copy of the model; null is 1. The samples do not depend on their number."""
+    worker_threads: int | None = None
+    """CPU cores and threads of each worker; null is 1."""
+    worker_gpus: float | None = None
+    """GPUs of each worker; null is 0, which samples on the CPU."""
 
     def __post_init__(self) -> None:
         _require_choices(self, "rollout.")
@@ -48,10 +55,23 @@ class RolloutConfig:
             self.server_url,
             "has an effect with rollout.engine=vllm_server only",
         )
+        for name in ("num_workers", "worker_threads", "worker_gpus"):
+            value = getattr(self, name)
+            _require(
+                value is None or self.engine == "ray",
+                f"rollout.{name}",
+                value,
+                "has an effect with rollout.engine=ray only",
+            )
         _require_integer("rollout.num_prompts", self.num_prompts, 1, "prompts per step")
         _require_integer("rollout.num_samples", self.num_samples, 2, "samples of a group")
         _require_integer("rollout.max_new_tokens", self.max_new_tokens, 1, "tokens")
         _require_number("rollout.temperature", self.temperature, above=0)
+
+    @property
+    def samples_elsewhere(self) -> bool:
+        """Whether an engine with arithmetic of its own samples: its probabilities are not quite the trainer's."""
+        return self.engine in ("vllm", "vllm_server")
 
     @property
     def num_completions(self) -> int:
@@ -266,7 +286,7 @@ class TrainConfig:
                 f"rollout.engine={self.rollout.engine!r}: method={self.method} makes no updates that an engine could "
                 f"follow; allowed is transformers"
             )
-        if self.rollout.engine != "transformers" and self.loss.loss_type == "vespo":
+        if self.rollout.samples_elsewhere and self.loss.loss_type == "vespo":
             raise ConfigError(
                 f"loss.loss_type='vespo' with rollout.engine={self.rollout.engine!r}: TRL corrects for the engine's own "
                 f"probabilities in a way that this loss does not take; allowed is another loss, or transformers"
@@ -311,12 +331,12 @@ class TrainConfig:
             )
         if guards.validate_every and self.num_heldout == 0:
             raise ConfigError(f"guards.validate_every={guards.validate_every}: needs num_heldout above 0")
-        if self.rollout.engine == "transformers":
+        if not self.rollout.samples_elsewhere:
             without = dataclasses.replace(self.loss, **{name: getattr(LossConfig(), name) for name in _CORRECTIONS})
             if corrections := changed_fields(self.loss, without):
                 raise ConfigError(
                     f"loss ({', '.join(corrections)}) corrects for an engine that samples in the trainer's place, and has no "
-                    f"effect with rollout.engine=transformers"
+                    f"effect with rollout.engine={self.rollout.engine}"
                 )
 
     @property

@@ -27,8 +27,10 @@ from logra.rl.grpo import CHECKPOINTING
 from logra.rl.guarded import GuardedGRPOTrainer
 from logra.rl.guards.length_penalty import with_length_penalty
 from logra.rl.priced import PricedGRPOTrainer
+from logra.rl.rollout import engine_class
 from logra.rl.tasks import Task
 from logra.rl.trainer import GRPOTrainer
+from logra.rl.workers import WorkersConfig
 from logra.sync import DirectoryLog, Publisher
 
 
@@ -173,7 +175,9 @@ def build_trainer(
         "guards": config.guards,
     }
     if config.method in ("logra", "paper"):
-        trainer: GuardedGRPOTrainer = GRPOTrainer(logra=config.optimizer_config, diagnostics=diagnostics, **common)
+        trainer: GuardedGRPOTrainer = GRPOTrainer(
+            logra=config.optimizer_config, diagnostics=diagnostics, workers=_workers(config), **common
+        )
         trainer.create_optimizer()
         return trainer
     baseline: Callable[..., GuardedGRPOTrainer] = GuardedGRPOTrainer
@@ -190,6 +194,17 @@ def build_trainer(
         )
         return baseline(peft_config=adapter, **common)
     return baseline(**common)
+
+
+def _workers(config: TrainConfig) -> WorkersConfig | None:
+    """The fleet that samples, where there is one."""
+    rollout = config.rollout
+    if rollout.engine != "ray":
+        return None
+    given = {"num_workers": rollout.num_workers, "num_threads": rollout.worker_threads, "num_gpus": rollout.worker_gpus}
+    return WorkersConfig(
+        model=model_location(config.model), **{name: value for name, value in given.items() if value is not None}
+    )
 
 
 def trl_arguments(config: TrainConfig) -> GRPOConfig:
@@ -250,6 +265,9 @@ def _engine_arguments(config: TrainConfig) -> dict[str, Any]:
     rollout = config.rollout
     if rollout.engine == "transformers":
         return {}
+    if rollout.engine == "ray":
+        engine_class("ray")  # a missing package is found before the model loads
+        return {"use_vllm": True, "vllm_importance_sampling_correction": False}
     loss = config.loss
     correction = {
         "vllm_importance_sampling_correction": loss.importance != "off",

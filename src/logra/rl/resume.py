@@ -21,7 +21,7 @@ from logra.rl.tasks import Task
 
 MAY_DIFFER = (
     "output_dir", "overwrite", "resume", "checkpoints", "run.num_steps", "run.num_threads", "run.num_logged_samples",
-    "run.report_to", "run.anchor_every", "rollout.server_url", "profile", "versions",
+    "run.report_to", "run.anchor_every", "rollout.server_url", "rollout.num_workers", "profile", "versions",
 )  # fmt: skip
 """Settings that may change when a run is resumed; a group stands for all its settings."""
 

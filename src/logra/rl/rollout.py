@@ -1,34 +1,64 @@
 """Rollout engines that sample in the trainer's place, found by name, so that this package imports none of them.
 
-An engine is a class in the place of TRL's `VLLMGeneration`, named by an entry point of the group `logra.rollout_engines`.
-Besides TRL's methods it has
+An engine is a class in the place of TRL's `VLLMGeneration`, named by an entry point of the group `logra.rollout_engines`:
+"vllm" for vLLM, "ray" for a fleet of workers. Besides TRL's methods it has
 
     follow(find)              find() returns the optimizer whose weights it shall have, and the log of its updates or None
     add(update)               an update that the optimizer has applied (None: a skipped step)
-    last_delivery             version, num_bytes and seconds of the last synchronisation; None before the first
     sampled_version           version that sampled the last completions
-    num_anchors               times that updates did not suffice and full weights were sent
+    metrics()                 of the last synchronisation, by the names of docs/vllm.md and docs/distributed.md
+    close()                   give back what it holds outside of this process
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import entry_points
 from typing import Any
 
 from trl.trainer import grpo_trainer
 
 from logra.errors import ConfigError
+from logra.rl.workers import WorkersConfig
 
 GROUP = "logra.rollout_engines"
 
 
-@contextmanager
-def rollout_engine(args: Any) -> Iterator[None]:
-    """Inside, TRL's trainer builds the engine of `logra` where `args.use_vllm` asks for one.
+def engine_class(name: str) -> Any:
+    """The class of an engine.
+
+    Args:
+        name: "vllm" or "ray".
 
     Raises:
-        ConfigError: vLLM or the entry point is missing, or the engine would have to forget its weights.
+        ConfigError: the entry point, or the package that the engine needs, is missing.
     """
+    found = list(entry_points(group=GROUP, name=name))
+    if not found:
+        raise ConfigError(
+            f"the entry point {name!r} of the group {GROUP} is missing. Run: pip install 'logra[{name}]' (or install logra "
+            f"again, if it is an older one)"
+        )
+    return found[0].load()()
+
+
+@contextmanager
+def rollout_engine(args: Any, workers: WorkersConfig | None = None) -> Iterator[None]:
+    """Inside, TRL's trainer builds the engine of `logra` where `args.use_vllm` asks for one.
+
+    Args:
+        args: TRL's arguments.
+        workers: of a fleet that takes the place of vLLM.
+
+    Raises:
+        ConfigError: the engine's package or entry point is missing, the engine would have to forget its weights, or
+            workers are given that TRL would not ask, or whose samples it would correct.
+    """
+    if workers is not None and (args is None or not args.use_vllm or args.vllm_importance_sampling_correction):
+        raise ConfigError(
+            "workers: TRL asks an engine only with GRPOConfig(use_vllm=True), and with vllm_importance_sampling_correction="
+            "False it takes the samples as the trainer's own, which they are. Set both"
+        )
     if args is None or not args.use_vllm:
         yield
         return
@@ -37,25 +67,11 @@ def rollout_engine(args: Any) -> Iterator[None]:
             "vllm_enable_sleep_mode=True: TRL drops the engine's weights after every generation (sleep level 2), so that "
             "no update could be applied to them. Set it to False"
         )
-    found = list(entry_points(group=GROUP, name="vllm"))
-    if not found:
-        raise ConfigError("use_vllm=True: the entry points of logra are missing. Run: pip install 'logra[vllm]'")
+    found = engine_class("vllm") if workers is None else partial(engine_class("ray"), workers=workers)
     module: Any = grpo_trainer
     original = module.VLLMGeneration
-    module.VLLMGeneration = found[0].load()()
+    module.VLLMGeneration = found
     try:
         yield
     finally:
         module.VLLMGeneration = original
-
-
-def delivery_metrics(generation: Any) -> dict[str, float]:
-    """Metrics of the last synchronisation of an engine; none on a process that has not synchronised."""
-    delivery = generation.last_delivery
-    if delivery is None:
-        return {}
-    return {
-        "sync/delivered_bytes": float(delivery.num_bytes),
-        "sync/seconds": delivery.seconds,
-        "sync/anchors": float(generation.num_anchors),
-    }

@@ -246,6 +246,8 @@ class _Run:
         """Train to the end, or until asked to stop. Returns whether it was stopped in the middle of a step."""
         from transformers import PrinterCallback
 
+        from logra.rl.trainer import GRPOTrainer
+
         self._trainer.remove_callback(PrinterCallback)
         guards = self._trainer.guards
         seeds = SeedEachStep(self._config.run.seed, lambda: 0 if guards is None else guards.num_rollbacks)
@@ -268,6 +270,8 @@ class _Run:
             raise
         finally:
             self._seconds += time.perf_counter() - self._start
+            if isinstance(self._trainer, GRPOTrainer):
+                self._trainer.close()
         return False
 
     def _run_steps(self) -> None:

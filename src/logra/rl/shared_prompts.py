@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
-from trl.trainer.utils import split_tensor_dict
 
 from logra.errors import ConfigError
 from logra.trust.shared_prefix import keeps_plain_keys
@@ -131,6 +130,8 @@ def order_by_prompt(batches: Sequence[Mapping[str, Any]]) -> list[Any]:
     Returns:
         As many micro-batches.
     """
+    from trl.trainer.utils import split_tensor_dict  # here: rollout workers use this module and do without TRL
+
     if any(not isinstance(value, Tensor) for batch in batches for value in batch.values()):
         return list(batches)  # images and the like: not worth the bookkeeping
     joined = {

@@ -29,7 +29,8 @@ from logra.rl.guards.config import GuardsConfig
 from logra.rl.metrics import ROLLOUT_VERSION, optimizer_metrics
 from logra.rl.probe_window import TimedTrust
 from logra.rl.probed import ProbedGRPOTrainer
-from logra.rl.rollout import delivery_metrics, rollout_engine
+from logra.rl.rollout import rollout_engine
+from logra.rl.workers import WorkersConfig
 from logra.sync import Publisher
 from logra.sync.protocols import UpdateLog
 
@@ -46,6 +47,7 @@ class GRPOTrainer(ProbedGRPOTrainer):
             `args.max_grad_norm` (1.0 in TRL) holds unless `Config.max_grad_norm` is set.
         diagnostics: probes of `logra.diagnostics` that look at the steps, and whose numbers join the metrics.
         guards: what watches over a long run, see docs/long-runs.md; None: nothing.
+        workers: sample with a fleet of rollout workers, see docs/distributed.md; None: with what TRL's arguments say.
         **kwargs: the arguments of `trl.GRPOTrainer`. `optimizers` may hold a `SketchOptimizer`, then without `logra`; the
             trainer takes it over, and completes its config in the same way.
 
@@ -66,12 +68,13 @@ class GRPOTrainer(ProbedGRPOTrainer):
         logra: Config | None = None,
         diagnostics: Sequence[Diagnostic] = (),
         guards: GuardsConfig | None = None,
+        workers: WorkersConfig | None = None,
         **kwargs: Any,
     ):
         given = inspect.signature(TRLTrainer.__init__).bind(self, *args, **kwargs).arguments
         arguments: GRPOConfig | None = given.get("args")
         _refuse_arguments(arguments, given, logra)
-        with rollout_engine(arguments):
+        with rollout_engine(arguments, workers):
             super().__init__(*args, guards=guards, **kwargs)
         fsdp.refuse_ignored(self.accelerator, self.args)
         if getattr(self.accelerator, "scaler", None) is not None:
@@ -170,6 +173,11 @@ class GRPOTrainer(ProbedGRPOTrainer):
         """What samples in the place of the model, see `logra.rl.rollout`."""
         return self.vllm_generation
 
+    def close(self) -> None:
+        """Give back what samples outside of this process; the next generation takes it again."""
+        if self.use_vllm:
+            self._engine.close()
+
     def _clip_grad_norm(self, model: nn.Module) -> Tensor | None:
         return None
 
@@ -183,7 +191,7 @@ class GRPOTrainer(ProbedGRPOTrainer):
         result = super()._generate_single_turn(*args, **kwargs)
         if self.model.training:
             version = self._engine.sampled_version if self.use_vllm else self.sketch_optimizer.version
-            metrics = delivery_metrics(self._engine) if self.use_vllm else {}
+            metrics = self._engine.metrics() if self.use_vllm else {}
             if version is not None:
                 metrics[ROLLOUT_VERSION] = float(version)
             self._record(metrics)
@@ -241,7 +249,7 @@ class GRPOTrainer(ProbedGRPOTrainer):
             if self.use_vllm:
                 self._engine.add(update)
         if self.use_vllm:
-            metrics.pop("sync/seconds", None)  # that of the delivery to the engine, see `delivery_metrics`
+            metrics.pop("sync/seconds", None)  # that of the delivery to the engine
         self._record(metrics)
 
     def _add_step_totals(self, logs: dict[str, float]) -> None:

@@ -61,10 +61,18 @@ class FollowingGeneration(VLLMGeneration):
         if self._follower is not None:
             self._follower.add(update)
 
-    @property
-    def num_anchors(self) -> int:
-        """Times that the engine had to be given full weights."""
-        return 0 if self._follower is None else self._follower.num_anchors
+    def metrics(self) -> dict[str, float]:
+        """Of the last synchronisation; none on a process that has not synchronised."""
+        if self.last_delivery is None or self._follower is None:
+            return {}
+        return {
+            "sync/delivered_bytes": float(self.last_delivery.num_bytes),
+            "sync/seconds": self.last_delivery.seconds,
+            "sync/anchors": float(self._follower.num_anchors),
+        }
+
+    def close(self) -> None:
+        """Do nothing: an engine of this process ends with it, and a server is its owner's."""
 
     # ---- what TRL calls ----
 

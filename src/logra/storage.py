@@ -24,7 +24,7 @@ from torch import Tensor
 
 from logra.errors import LograError, PacketError
 from logra.hashing import Range, check_range
-from logra.update import LowRankUpdate, row_blocks
+from logra.update import LowRankUpdate, subtract_
 
 _TIE = 0x8000
 _LIMIT = 2.0**128 - 2.0**119  # the tie between the largest bf16 number and infinity
@@ -41,9 +41,9 @@ def nudge_ties(value: Tensor) -> Tensor:
         fp32 of the same shape; differs from `value` only where its low 16 bits are 0x8000. Applying it twice changes
         nothing more, and rounding to bf16 gives the same result before and after.
     """
-    bits = value.view(torch.int32)
-    towards_even = ((bits >> 15) & 2) - 1  # +1 (away from zero) where the upper half is odd, else -1
-    return torch.where((bits & 0xFFFF) == _TIE, bits + towards_even, bits).view(torch.float32)
+    nudged = value.clone()
+    _nudge_(nudged)
+    return nudged
 
 
 @torch.no_grad()
@@ -64,15 +64,10 @@ def split32(value: Tensor, *, nudge: bool = True) -> tuple[Tensor, Tensor]:
     """
     if value.dtype != torch.float32:
         raise LograError(f"split32: value is {value.dtype}; allowed is torch.float32")
-    # Checked before the integer arithmetic, which would turn some NaN into ordinary numbers.
-    if value.numel() > 0 and not float(value.abs().max()) < _LIMIT:
-        raise LograError(
-            f"split32: the weight holds NaN or values that are not finite in bf16; allowed is < {_LIMIT:g}"
-        )
-    bits = (nudge_ties(value) if nudge else value).view(torch.int32)
-    high_bits = (bits + _TIE) >> 16
-    lo = bits - (high_bits << 16)
-    return high_bits.to(torch.int16).view(torch.bfloat16), lo.to(torch.int16)
+    hi = torch.empty_like(value, dtype=torch.bfloat16)
+    lo = torch.empty_like(value, dtype=torch.int16)
+    _split_(value.clone(), hi, lo, nudge=nudge)
+    return hi, lo
 
 
 @torch.no_grad()
@@ -94,7 +89,9 @@ def join32(hi: Tensor, lo: Tensor) -> Tensor:
             f"join32: hi is {hi.dtype} {tuple(hi.shape)}, lo is {lo.dtype} {tuple(lo.shape)}; "
             "allowed are torch.bfloat16 and torch.int16 of one shape"
         )
-    return ((hi.view(torch.int16).to(torch.int32) << 16) + lo).view(torch.float32)
+    value = hi.to(torch.float32)  # its bits are those of hi, followed by zeros
+    value.view(torch.int32).add_(lo)
+    return value
 
 
 @torch.no_grad()
@@ -126,24 +123,48 @@ def apply_update_(
         LograError: a value that left the range of bf16 (split32); blocks before it have been written.
     """
     nudge = (lo is not None) if nudge is None else nudge
-    if lo is None and not nudge:
-        update.apply_(parameter, rows, columns, block_rows)
-        return
     row_start, row_stop = check_range("rows", rows, update.shape[0])
     column_start, column_stop = check_range("columns", columns, update.shape[1])
-    shape = (row_stop - row_start, column_stop - column_start)
-    _check_planes(parameter, lo, shape)
-    update = update.to(parameter.device)
-    for start, stop in row_blocks(shape, block_rows):
+    _check_planes(parameter, lo, (row_stop - row_start, column_stop - column_start))
+    for (start, stop), change in update.to(parameter.device).changes(rows, columns, block_rows):
         block = parameter[start:stop]
-        value = block if lo is None else join32(block, lo[start:stop].to(parameter.device))
-        update.apply_(value, (row_start + start, row_start + stop), columns)
         if lo is None:
-            block.copy_(nudge_ties(value))
+            subtract_(block, change, update.decay)
+            if nudge:
+                _nudge_(block)
             continue
-        hi_block, lo_block = split32(value, nudge=nudge)
-        block.copy_(hi_block)
-        lo[start:stop] = lo_block
+        value = join32(block, lo[start:stop].to(block.device))
+        subtract_(value, change, update.decay)
+        _split_(value, block, lo[start:stop], nudge=nudge)
+
+
+def _nudge_(value: Tensor) -> None:
+    """`nudge_ties` in place."""
+    bits = value.view(torch.int32)
+    rounded = value.to(torch.bfloat16).to(torch.float32).view(torch.int32)
+    torch.add(rounded, _nudged(bits - rounded), out=bits)
+
+
+def _split_(value: Tensor, hi: Tensor, lo: Tensor, *, nudge: bool) -> None:
+    """`split32` into planes that exist; what `value` holds afterwards means nothing."""
+    # Checked before anything is written.
+    lowest, highest = (float(bound) for bound in torch.aminmax(value)) if value.numel() > 0 else (0.0, 0.0)
+    if not (-_LIMIT < lowest and highest < _LIMIT):
+        raise LograError(
+            f"split32: the weight holds NaN or values that are not finite in bf16; allowed is < {_LIMIT:g}"
+        )
+    hi.copy_(value)  # to nearest, ties to even
+    rest = value.view(torch.int32).sub_(hi.to(torch.float32).view(torch.int32))
+    if nudge:
+        _nudged(rest)
+    else:
+        hi.view(torch.int16).add_(rest == _TIE)  # ties away from zero; 2^15 in `rest` becomes -2^15 in 16 bits
+    lo.copy_(rest)
+
+
+def _nudged(rest: Tensor) -> Tensor:
+    """What a value exceeds its rounded one by, int32, in place: a tie, ±2^15, is one ulp less far away."""
+    return rest.clamp_(-_TIE + 1, _TIE - 1)
 
 
 def _check_planes(parameter: Tensor, lo: Tensor | None, shape: tuple[int, int]) -> None:

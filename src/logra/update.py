@@ -144,14 +144,29 @@ class LowRankUpdate:
             raise PacketError(
                 f"apply_: weight is {weight.dtype} {tuple(weight.shape)}; this update needs torch.float32 {expected}"
             )
-        update = self.to(weight.device)
-        scaled_in = update._scaled_in(columns)
-        for start, stop in row_blocks(expected, block_rows):
-            change = _exact_product(update._scaled_out((row_start + start, row_start + stop)), scaled_in)
-            block = weight[start:stop]
-            if self.decay != 1.0:
-                block.mul_(self.decay)
-            block.sub_(change)
+        for (start, stop), change in self.to(weight.device).changes(rows, columns, block_rows):
+            subtract_(weight[start:stop], change, self.decay)
+
+    def changes(
+        self, rows: Range | None = None, columns: Range | None = None, block_rows: int | None = None
+    ) -> Iterator[tuple[Range, Tensor]]:
+        """dW, or a slice of it, one block of rows at a time.
+
+        Args:
+            rows: half-open range of output features; None for all.
+            columns: half-open range of input features; None for all.
+            block_rows: rows of a block; None for blocks of at most 4 MiB.
+
+        Yields:
+            The half-open range of rows, counted from the first of `rows`, and fp32 [rows, columns] of them, bit for bit
+            what `dense` gives, in a buffer that the next block overwrites.
+        """
+        scaled_out, scaled_in = self._scaled_out(rows), self._scaled_in(columns)
+        buffer: Tensor | None = None
+        for start, stop in row_blocks((scaled_out.shape[0], scaled_in.shape[1]), block_rows):
+            if buffer is None:
+                buffer = scaled_in.new_empty(stop - start, scaled_in.shape[1])
+            yield (start, stop), _exact_product(scaled_out[start:stop], scaled_in, out=buffer[: stop - start])
 
     def _scaled_out(self, rows: Range | None) -> Tensor:
         """diag(2^exponent_out) L[rows], fp32 [rows, r], exact."""
@@ -344,16 +359,31 @@ def row_blocks(shape: tuple[int, int], block_rows: int | None = None) -> Iterato
         yield start, min(start + block_rows, num_rows)
 
 
-def _exact_product(scaled_out: Tensor, scaled_in: Tensor) -> Tensor:
+def subtract_(value: Tensor, change: Tensor, decay: float) -> None:
+    """The merge, in place: value <- fl(fl(value * decay) - change).
+
+    Args:
+        value: fp32, any shape and strides.
+        change: fp32 of the same shape.
+        decay: an fp32 number.
+    """
+    if decay != 1.0:
+        value.mul_(decay)
+    value.sub_(change)
+
+
+def _exact_product(scaled_out: Tensor, scaled_in: Tensor, out: Tensor | None = None) -> Tensor:
     """The product of factors with their powers of two, fp32 [rows, columns], without any rounding.
 
     Every term of an element's sum is an integer times the same power of two, so scaling the factors, which have few
-    elements, is as exact as scaling the product.
+    elements, is as exact as scaling the product. It is never accumulated into the weight itself: whether a kernel adds
+    the finished sum or each term is its own affair, and the latter rounds more than once.
     """
     # Lower matmul precisions stay exact: factors have 7 significant bits where TF32 keeps 11 and bf16 8, and both
-    # accumulate in fp32. An autocast context would round the *result* to 16 bits: it is switched off.
-    with torch.autocast(scaled_out.device.type, enabled=False):
-        return scaled_out @ scaled_in
+    # accumulate in fp32. An autocast context would round the *result* to 16 bits, but not what goes to `out`.
+    if out is None:
+        out = scaled_in.new_empty(scaled_out.shape[0], scaled_in.shape[1])
+    return torch.mm(scaled_out, scaled_in, out=out)
 
 
 def _sign_exponent(side: str, exponent: Tensor | None, shape: tuple[int, int] | None, device: torch.device) -> Tensor:

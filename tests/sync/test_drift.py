@@ -1,6 +1,7 @@
 """bf16 replicas: the bound on their drift holds, the measured drift is the formula's, and anchors set it back."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -90,6 +91,23 @@ def test_anchors_measure_the_drift_and_set_it_back(tools, run, log, bf16_kind):
         replica.load(run.weights[4], 4)
         assert replica.drift().measured is None
     assert fresh.version == 4
+
+
+def test_a_replaced_target_drifts_from_its_next_merge_on(tools, runs):
+    # Catches the low plane of a rollback, which holds the trainer's weights exactly, that stays behind when an update is
+    # merged into the high plane alone.
+    run = runs["fp32"]
+    (replica,) = tools.build("bf16-module", run).replicas
+    replica.apply(run.updates[0])
+    rollback = {name: run.weights[1][name] for name in tools.targets}
+    replica.apply(replace(run.updates[1], weights={}, tensors=rollback, weights_digest=None))
+    assert replica.drift().bound == 0.0
+    replica.apply(replace(run.updates[1], base_version=2, version=3, tensors={}, weights_digest=None))
+    exact = relative_distance(replica.weights(), run.weights[2], tools.targets)
+    assert 0 < exact <= replica.drift().bound < 2 * exact
+    for name in tools.targets:
+        weight = replica.weights()[name].float()
+        assert torch.equal(weight, weight.to(torch.bfloat16).float()), name
 
 
 def test_an_exact_replica_has_no_drift(tools, runs):

@@ -28,7 +28,7 @@ from logra.rl.default_model import default_model_path
 from logra.sync import DirectoryLog, Replica
 from logra.update import PolicyUpdate
 
-LOWER_RANKS = (29, 16, 14, 8)
+LOWER_RANKS = (28, 16, 14, 8)
 WAYS = {
     "full_bytes": "all weights, bf16",
     "sparse_bytes": "elements that change in bf16: indices and values, byte planes, zstd",

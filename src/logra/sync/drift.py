@@ -19,7 +19,7 @@ from torch import Tensor
 from logra.storage import nudge_ties
 from logra.sync.fit import part_of
 from logra.sync.layout import Layout, Piece, Placement
-from logra.update import LowRankUpdate
+from logra.update import LowRankUpdate, subtract_
 
 _FP32_SLACK = 2.0**-21
 _BF16_ROUNDING = 2.0**-7
@@ -70,15 +70,15 @@ class DriftLedger:
     def merge(self, name: str, piece: Piece, update: LowRankUpdate, nudge: bool) -> None:
         """Merge an update into a piece, and add what the rounding lost to the bound of its weight."""
         lost = square = 0.0
-        first_row = piece.rows[0]
-        for (start, stop), block in piece.blocks():
-            value = block.clone() if block.dtype == piece.tensor.dtype else block
-            update.apply_(value, (first_row + start, first_row + stop), piece.columns)
+        for (start, stop), change in update.to(piece.tensor.device).changes(piece.rows, piece.columns):
+            value = piece.value(start, stop)
+            subtract_(value, change, update.decay)
             value = nudge_ties(value) if nudge else value
             rounded = value.to(torch.bfloat16)
             lost += float((value - rounded.to(torch.float32)).square().sum(dtype=torch.float64))
             square += float(value.square().sum(dtype=torch.float64))
             piece.tensor[start:stop] = rounded
+        piece.lo = None  # of a weight that was replaced, by a rollback
         self._changed.add(name)
         self._bounds[name] += math.sqrt(lost) + _FP32_SLACK * math.sqrt(square)
 

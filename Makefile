@@ -43,8 +43,9 @@ test-gpu: $(VENV)/.installed
 	.venv-vllm/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
+# Engines take half a minute each to start, and many times that on a busy machine: a limit of an hour a test.
 test-vllm: .venv-vllm/.installed
-	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m engine tests/integrations
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -m engine -o timeout=3600 tests/integrations
 
 # Ratios of quick runs against benchmarks/baselines; fails on a loss of more than 10 %.
 bench-check: $(VENV)/.installed

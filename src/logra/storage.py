@@ -149,7 +149,7 @@ def _split_(value: Tensor, hi: Tensor, lo: Tensor, *, nudge: bool) -> None:
     """`split32` into planes that exist; what `value` holds afterwards means nothing."""
     # Checked before anything is written.
     lowest, highest = (float(bound) for bound in torch.aminmax(value)) if value.numel() > 0 else (0.0, 0.0)
-    if not (-_LIMIT < lowest and highest < _LIMIT):
+    if not (lowest > -_LIMIT and highest < _LIMIT):
         raise LograError(
             f"split32: the weight holds NaN or values that are not finite in bf16; allowed is < {_LIMIT:g}"
         )

@@ -1,0 +1,217 @@
+"""How the cost of a step grows with the number of GPUs and of replicas: arithmetic on the shapes of a model.
+
+Per GPU, with FSDP2 over N GPUs (a tensor of `rows` gives a GPU at most ceil(rows / N) of them), rank r, bytes:
+
+    AdamW    weights 4 P/N, gradients 4 P/N, moments 8 P/N
+    LoRA     weights 4 P/N, adapters 4 A/N, their gradients 4 A/N, their moments 8 A/N      A = sum of r (out + in)
+    logra    weights 4 P/N, and whole on every GPU, summed over targets [out, in]:
+             sketches 4 r (out + 2 in), momentum 4 r (out + in), the last update (r + 2) (out + in)
+
+These are the bytes that the method or the number of GPUs decides, when the backward of the last micro-batch ends. Gathered
+layers, activations and logits come on top; they belong to the micro-batch (`logra plan` traces them). P counts all
+parameters: AdamW trains all, `logra` its targets, LoRA adapters of the same targets.
+
+`logra` is the default: two_sided, spectral, momentum, fp32 weights, no other weights trained.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from logra.errors import ConfigError
+from logra.optim import Config
+
+Method = Literal["adamw", "lora", "logra"]
+METHODS: tuple[Method, ...] = ("adamw", "lora", "logra")
+_BUCKET_BYTES = 64 * 2**20
+"""Of the sketches that one all-reduce takes (`optim.gradients`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """The parameters of a model.
+
+    Attributes:
+        targets: [out, in] of every weight that is sketched, or that LoRA adapts.
+        others: shapes of all other parameters, tied ones once.
+        num_layers: decoder layers.
+    """
+
+    targets: tuple[tuple[int, int], ...]
+    others: tuple[tuple[int, ...], ...]
+    num_layers: int
+
+    @property
+    def num_parameters(self) -> int:
+        """P, of targets and others."""
+        return sum(map(math.prod, (*self.targets, *self.others)))
+
+    def factor_entries(self, *, out: int = 1, in_: int = 1) -> int:
+        """Sum over targets of out · `out` + in · `in_`: what a rank of one comes to."""
+        return sum(rows * out + columns * in_ for rows, columns in self.targets)
+
+
+def model_shapes(config: Any) -> Shapes:
+    """The shapes of a transformers configuration, from a model without storage.
+
+    Raises:
+        ConfigError: no module has the name of a target.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    is_target = {
+        name: name.split(".")[-2:] in [[module, "weight"] for module in Config().target_modules]
+        for name, _ in model.named_parameters()
+    }
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    targets = tuple((shape[0], shape[1]) for name, shape in shapes.items() if is_target[name])
+    if not targets:
+        raise ConfigError(f"model: a {config.model_type} model has none of {', '.join(Config().target_modules)}")
+    others = tuple(shape for name, shape in shapes.items() if not is_target[name])
+    return Shapes(targets=targets, others=others, num_layers=int(config.num_hidden_layers))
+
+
+# ---- memory ----
+
+
+def held_bytes(shapes: Shapes, method: Method, num_gpus: int, rank: int) -> dict[str, int]:
+    """Bytes on the GPU that holds most, by the categories of `logra plan`, when the last backward ends.
+
+    Args:
+        shapes: of the model.
+        method: adamw, lora or logra.
+        num_gpus: N.
+        rank: of the sketches or the adapters.
+    """
+    targets, others = (4 * sum(_shard(shape, num_gpus) for shape in part) for part in (shapes.targets, shapes.others))
+    held = {"weights": targets, "non_target_parameters": others}
+    if method == "adamw":
+        return held | {"gradients": targets + others, "optimizer_state": 2 * (targets + others)}
+    if method == "lora":
+        adapters = 4 * sum(_shard(shape, num_gpus) for shape in _adapters(shapes, rank))
+        held["non_target_parameters"] += adapters
+        return held | {"gradients": adapters, "optimizer_state": 2 * adapters}
+    return held | {
+        "sketches": 4 * rank * shapes.factor_entries(in_=2),
+        "optimizer_state": 4 * rank * shapes.factor_entries(),
+        "sync": _integer_bytes(shapes, rank),
+    }
+
+
+def _shard(shape: tuple[int, ...], num_gpus: int) -> int:
+    """Elements of the largest of N shards by rows."""
+    return math.ceil(shape[0] / num_gpus) * math.prod(shape[1:])
+
+
+def _adapters(shapes: Shapes, rank: int) -> Iterator[tuple[int, int]]:
+    for rows, columns in shapes.targets:
+        yield from ((rank, columns), (rows, rank))
+
+
+def _integer_bytes(shapes: Shapes, rank: int) -> int:
+    """An update in memory: int8 factors and int16 exponents."""
+    return (rank + 2) * shapes.factor_entries()
+
+
+# ---- communication between the GPUs that train ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """Assumed links. None of these numbers was measured."""
+
+    gpus_per_node: int = 8
+    """GPUs of a machine; up to so many use the links inside it."""
+    inside_gb_per_s: float = 300.0
+    """What a GPU sends to its neighbour inside a machine, GB/s (10^9 bytes)."""
+    between_gb_per_s: float = 40.0
+    """What a GPU sends to another machine, GB/s: a network of 400 Gbit/s for each GPU, at 80 %."""
+    hop_us: float = 10.0
+    """Time that a message takes besides its bytes, microseconds."""
+    rollout_gb_per_s: float = 10.0
+    """What the trainer's machine sends to replicas, GB/s: a network of 100 Gbit/s at 80 %."""
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(Links):
+            value = getattr(self, item.name)
+            if not value > 0:
+                raise ConfigError(f"{item.name}={value!r}: must be above 0")
+
+    def bandwidth(self, num_gpus: int) -> float:
+        """Bytes/s of the slowest link of a ring over all GPUs."""
+        return 1e9 * (self.inside_gb_per_s if num_gpus <= self.gpus_per_node else self.between_gb_per_s)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one update costs between the GPUs that train, beside the gathering of weights, which no method changes.
+
+    Attributes:
+        sent_bytes: by each GPU.
+        seconds: if nothing else ran meanwhile.
+    """
+
+    sent_bytes: float
+    seconds: float
+
+
+def reduction(
+    shapes: Shapes, method: Method, num_gpus: int, rank: int, num_micro_batches: int, links: Links
+) -> Traffic:
+    """Reducing the gradient of one update, and for `logra` handing out the integers.
+
+    FSDP2 reduce-scatters dense gradients and those of adapters after every micro-batch, one group a layer, here in bf16.
+    Sketches are all-reduced once, in fp32 buckets (a reduce-scatter and an all-gather); each GPU then broadcasts the integers
+    of its layers. Bytes are those of rings, and a collective takes log2 N hops besides, as in trees.
+
+    Args:
+        shapes: of the model.
+        method: adamw, lora or logra.
+        num_gpus: N.
+        rank: of the sketches or the adapters.
+        num_micro_batches: per update.
+        links: between the GPUs.
+    """
+    share, bandwidth = (num_gpus - 1) / num_gpus, links.bandwidth(num_gpus)
+    if method == "logra":
+        sketches, integers = 4 * rank * shapes.factor_entries(in_=2), _integer_bytes(shapes, rank)
+        num_rounds = 2 * math.ceil(sketches / _BUCKET_BYTES) + min(num_gpus, len(shapes.targets))
+        sent = share * (2 * sketches + integers)
+    else:
+        trained = shapes.num_parameters if method == "adamw" else rank * shapes.factor_entries()
+        num_rounds = num_micro_batches * (shapes.num_layers + 1)
+        sent = share * num_micro_batches * 2 * trained
+    num_hops = num_rounds * math.ceil(math.log2(num_gpus))
+    return Traffic(sent, sent / bandwidth + num_hops * links.hop_us * 1e-6)
+
+
+# ---- from the trainer to the replicas ----
+
+
+def update_bytes(shapes: Shapes, method: Method, rank: int, bits_per_integer: float) -> float:
+    """What one replica needs for one update: all weights in bf16, adapters in bf16, or a packet.
+
+    Args:
+        shapes: of the model.
+        method: adamw, lora or logra.
+        rank: of the update or the adapters.
+        bits_per_integer: size of a packet over the number of its integers.
+    """
+    entries = rank * shapes.factor_entries()
+    return {"adamw": 2 * shapes.num_parameters, "lora": 2 * entries, "logra": entries * bits_per_integer / 8}[method]
+
+
+def fan_out(num_bytes: float, num_replicas: int, links: Links) -> tuple[float, float]:
+    """Seconds until every replica has the bytes: sent to one after the other, and by a pipelined broadcast.
+
+    The first is what a log's server does; the second, in which every replica passes on what it gets, is the least that any
+    way of sending can take.
+    """
+    once = num_bytes / (links.rollout_gb_per_s * 1e9)
+    hop = links.hop_us * 1e-6
+    return num_replicas * (once + hop), once + num_replicas * hop

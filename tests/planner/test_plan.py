@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import logra
 from logra.chunked_head import chunk_tokens, chunked_scores
+from logra.errors import ConfigError
 from logra.memory import Ledger
 from logra.planner.models import load_config
 from logra.planner.options import PlanOptions
@@ -106,3 +107,11 @@ def test_what_fits_and_what_is_the_most_that_does(tmp_path):
     for micro_batch, fits in ((largest, True), (2 * largest, False)):
         (other,) = logra.memory.plan(path, gpu_memory="2MiB", micro_batch=micro_batch, **settings)["methods"].values()
         assert other["fits"] is fits
+
+
+def test_sketched_experts_cannot_be_planned_for(tmp_path):
+    # The default patterns reach the down projections of the experts beside those of the shared one.
+    sizes = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4}
+    config = load_config(str(small_config(tmp_path, model_type="qwen2_moe", **sizes)))
+    with pytest.raises(ConfigError, match="experts are sketched cannot be planned for"):
+        trace(config, "logra", OPTIONS)

@@ -26,6 +26,7 @@ from logra.diagnostics.dense_gradient import DenseGradients
 from logra.diagnostics.observer import Diagnostic, TaskBatch, over_processes
 from logra.diagnostics.weight_space import LayerReport, report
 from logra.errors import ConfigError, NonFiniteProbeError
+from logra.sketch.experts import stored_name
 from logra.trust.tangents import DenseDelta, TangentMoments, tangent_moments
 
 DEFAULT_NUM_LAYERS = 4
@@ -240,7 +241,7 @@ def choose_layers(wanted: int | Sequence[str], modules: Sequence[str]) -> list[s
         raise ConfigError(f"DirectionProbe: layers={wanted}, but there are {len(modules)} targets: give at most these")
     kinds: dict[str, list[str]] = {}
     for name in modules:
-        kinds.setdefault(name.rpartition(".")[2], []).append(name)
+        kinds.setdefault(stored_name(name).rpartition(".")[2], []).append(name)
     chosen: list[str] = []
     for i in range(wanted):
         # With fewer layers than kinds, the kinds are spread evenly too.
@@ -252,6 +253,8 @@ def choose_layers(wanted: int | Sequence[str], modules: Sequence[str]) -> list[s
 
 
 def _fqn(name: str) -> str:
+    if stored_name(name) != name:
+        return name  # an expert
     return f"{name}.weight" if name else "weight"
 
 

@@ -263,7 +263,7 @@ def _is_getter(optimizer: Any) -> bool:
 
 
 def _sketched(optimizer: Any) -> set[int]:
-    return {id(target.parameter) for target in getattr(optimizer, "targets", ())}
+    return {id(weight) for target in getattr(optimizer, "targets", ()) for weight in (target.parameter, target.stored)}
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

@@ -69,7 +69,7 @@ def _target_ids(model: nn.Module, optimizer: Any) -> set[int]:
     targets = getattr(optimizer, "targets", None)
     if targets is not None:
         # Under FSDP2 the module has the gathered weight while it computes.
-        return {id(weight) for target in targets for weight in (target.parameter, target.module.weight)}
+        return {id(weight) for target in targets for weight in (target.stored, target.module.weight)}
     head = _head(model)
     return {
         id(module.weight)

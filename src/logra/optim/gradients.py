@@ -21,7 +21,7 @@ def recover_all(capture: Capture, targets: Sequence[Target]) -> dict[str, LayerG
         CaptureError: nothing was captured, or a dense gradient reached a target past its sketch; on all processes.
     """
     present = {fqn: bool(sketch.tensors()) for fqn, sketch in capture.sketches().items()}
-    dense = [target.parameter.grad is not None for target in targets]
+    dense = [target.stored.grad is not None for target in targets]
     # One collective tells every process what ran anywhere: a target that ran on none is left alone, one that ran on some
     # has a zero gradient on the others.
     flags = distributed.any_process([*dense, *(present[target.fqn] for target in targets)])

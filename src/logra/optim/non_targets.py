@@ -11,6 +11,7 @@ from logra.distributed import num_processes
 from logra.errors import ConfigError
 from logra.optim.config import Config
 from logra.shards import is_sharded, whole
+from logra.sketch.experts import fused_weights, slice_name
 from logra.sketch.targets import Target, canonical_fqn
 
 
@@ -27,13 +28,16 @@ class NonTargets:
     """
 
     def __init__(self, model: nn.Module, targets: Sequence[Target], config: Config) -> None:
-        sketched = {id(target.parameter) for target in targets}
+        sketched = {id(target.stored) for target in targets}
         others = {
             canonical_fqn(name): parameter
             for name, parameter in model.named_parameters()
             if id(parameter) not in sketched and parameter.requires_grad
         }
         self.parameters: dict[str, nn.Parameter] = {}
+        self._fused = {
+            f"{canonical_fqn(name)}.{own}" for name, module in model.named_modules() for own in fused_weights(module)
+        }
         self.adamw: torch.optim.AdamW | None = None
         self.frozen: list[nn.Parameter] = []
         if config.non_target == "freeze":
@@ -110,7 +114,10 @@ class NonTargets:
         return self._changed()
 
     def _changed(self) -> dict[str, Tensor]:
-        return {name: whole(self.parameters[name].detach().clone()) for name in self.gradients()}
+        changed = {name: whole(self.parameters[name].detach().clone()) for name in self.gradients()}
+        for fqn in self._fused & changed.keys():
+            changed |= {slice_name(fqn, index): weight for index, weight in enumerate(changed.pop(fqn))}
+        return changed
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from logra.memory import Ledger, Report
 from logra.optim import SketchOptimizer
 from logra.planner.options import PlanOptions
 from logra.planner.stand_in import StandIn
+from logra.sketch.experts import Expert
 from logra.trust import forward as trust_forward
 from logra.trust.probe import Probe
 
@@ -103,7 +104,13 @@ class _Step:
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
         if self.method in ("logra", "paper"):
-            return SketchOptimizer(self.model, self.options.sketch_config(self.method))
+            optimizer = SketchOptimizer(self.model, self.options.sketch_config(self.method))
+            if any(isinstance(target.module, Expert) for target in optimizer.targets):
+                raise ConfigError(
+                    f"method={self.method}: a model whose experts are sketched cannot be planned for, since which of them "
+                    f"run depends on the data"
+                )
+            return optimizer
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         # One weight after the other, as training with little memory does; all at once takes a second copy of the state.
         return torch.optim.AdamW(trained, lr=1e-5, foreach=False)

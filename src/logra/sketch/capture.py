@@ -29,6 +29,7 @@ from logra.errors import CaptureError
 from logra.hashing import Range
 from logra.shards import is_sharded
 from logra.sketch.accumulate import SharedInput, Sketch, SketchSpec, Slot
+from logra.sketch.experts import Expert, route, routed_experts, unroute
 from logra.sketch.targets import Target
 from logra.update import SignFactor
 
@@ -65,7 +66,8 @@ class Capture:
         self._shared: dict[tuple[str, int, Range], SharedInput] = {}
         self._slots: dict[str, Slot] = {}
         for target in targets:
-            if getattr(target.module, _SLOT, None) is not None:
+            expert = target.module if isinstance(target.module, Expert) else None
+            if getattr(target.module, _SLOT, None) is not None or (expert is not None and routed_experts(expert.owner)):
                 raise CaptureError(
                     f"target {target.fqn!r} already belongs to another SketchOptimizer: call detach() on that one first, or "
                     f"logra.detach(model) if it is out of reach"
@@ -79,10 +81,12 @@ class Capture:
             self._slots[target.fqn] = slot
             setattr(target.module, _SLOT, slot)
             target.module.forward = types.MethodType(forward, target.module)
+        self._experts = [target.module for target in targets if isinstance(target.module, Expert)]
+        route(self._experts)
         embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         self._hooks = [module.register_forward_hook(_AnchorHook(self._anchor)) for module in embeddings]
         # DistributedDataParallel would allocate buckets for gradients that never come.
-        sketched = {id(target.parameter) for target in targets}
+        sketched = {id(target.stored) for target in targets}
         names = [name for name, parameter in model.named_parameters() if id(parameter) in sketched]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
@@ -94,6 +98,7 @@ class Capture:
         for slot in self._slots.values():
             del slot.target.module.__dict__[_SLOT]
             del slot.target.module.forward
+        unroute(self._experts)
         for hook in self._hooks:
             hook.remove()
         for parameter in self._frozen:
@@ -166,7 +171,8 @@ class Capture:
 
 def detach(model: nn.Module) -> None:
     """Undo what a `SketchOptimizer` did to the forwards of a model, when that optimizer itself is out of reach."""
-    for module in list(model.modules()):
+    modules = list(model.modules())
+    for module in (*modules, *(expert for owner in modules for expert in routed_experts(owner))):
         slot: Slot | None = module.__dict__.get(_SLOT)
         if slot is not None:
             slot.capture.detach()

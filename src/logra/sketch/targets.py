@@ -1,8 +1,9 @@
 """Which weights are sketched.
 
 A pattern names a module by the tail of its fully qualified name (`q_proj`, `self_attn.q_proj`, `layers.*.down_proj`, shell
-wildcards allowed) and matches `nn.Linear` and transformers' `Conv1D`. Whatever a pattern matches is either sketched or
-refused by name; nothing is skipped in silence.
+wildcards allowed) and matches `nn.Linear` and transformers' `Conv1D`. It also names the fused weights of experts
+(`experts.gate_up_proj`, `down_proj`), of which every expert's slice is a target. Whatever a pattern matches is either
+sketched or refused by name; nothing is skipped in silence.
 """
 
 from collections import defaultdict
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from logra.errors import TargetError
 from logra.shards import Sharding, local, reshard, shardings
+from logra.sketch.experts import Expert, experts_of, slice_name
 
 ALL_LINEAR = "all-linear"
 """In place of patterns: every linear module except the output embedding."""
@@ -31,9 +33,10 @@ class Target:
     Attributes:
         fqn: fully qualified name of the weight, without wrapper segments.
         parent: fully qualified name of the parent module; names the projections, so siblings of one width share them.
-        module: the module that owns the weight.
+        module: the module that owns the weight; of an expert the `Expert`.
         transposed: the module stores [in, out] (GPT-2's `Conv1D`).
-        parameter: the weight as the module stores it; under FSDP2 the sharded DTensor, also while it is gathered.
+        parameter: the weight as the module stores it; under FSDP2 the sharded DTensor, also while it is gathered; of an
+            expert a view of its slice.
         sharding: which part of the weight this process holds, and which it computes with.
     """
 
@@ -43,6 +46,11 @@ class Target:
     transposed: bool
     parameter: nn.Parameter
     sharding: Sharding
+
+    @property
+    def stored(self) -> nn.Parameter:
+        """The parameter of the model that holds the weight: `parameter`, or that of all experts of a layer."""
+        return self.module.stored if isinstance(self.module, Expert) else self.parameter
 
     @property
     def weight(self) -> Tensor:
@@ -67,22 +75,22 @@ def canonical_fqn(name: str) -> str:
 
 
 def find_targets(model: nn.Module, patterns: str | Sequence[str]) -> tuple[Target, ...]:
-    """The weights that `patterns` select, in the order of `model.named_modules()`; frozen ones are left out.
+    """The weights that `patterns` select, in the order of `model.named_modules()`, experts last; frozen ones are left out.
 
     Args:
         model: any module tree; not compiled yet.
         patterns: one or several name patterns (see the module docstring), or "all-linear".
 
     Raises:
-        TargetError: a pattern matches nothing or something that cannot be sketched (another module type, fused expert
-            weights, a tied, quantised or flattened weight, a peft adapter), everything it matches is frozen, or the model is
-            compiled; a shard that `logra.shards` refuses.
+        TargetError: a pattern matches nothing or something that cannot be sketched (another module type, experts that
+            `logra.sketch.experts` refuses, a tied, quantised or flattened weight, a peft adapter), everything it matches is
+            frozen, or the model is compiled; a shard that `logra.shards` refuses.
     """
     _refuse_compiled(model)
     reshard(model)
     modules = {canonical_fqn(name): module for name, module in model.named_modules()}
     selected = _select(model, modules, patterns)
-    _refuse_fused_experts(model, patterns)
+    experts = _select_experts(model, patterns)
     owners = _owners_by_parameter(model)
     chosen: dict[str, tuple[str, nn.Module]] = {}
     frozen = []
@@ -99,6 +107,12 @@ def find_targets(model: nn.Module, patterns: str | Sequence[str]) -> tuple[Targe
                 f"them is not sketched. Leave it out of target_modules, or untie it before building the optimizer."
             )
         chosen[fqn] = (name.rpartition(".")[0], module)
+    for name, module in experts.items():
+        _check_dtype(name, module.weight)
+        if module.stored.requires_grad:
+            chosen[name] = (name, module)
+        else:
+            frozen.append(name)
     if not chosen:
         raise TargetError(
             f"target_modules matches {len(frozen)} modules ({frozen[0]!r}, ...), but all of them are frozen "
@@ -128,7 +142,8 @@ def _select(model: nn.Module, modules: dict[str, nn.Module], patterns: str | Seq
     for pattern in patterns:
         matches = [name for name in modules if name and _matches(name, pattern)]
         if not matches and not _fused_experts(model, (pattern,)):
-            tails = sorted({name.rpartition(".")[2] for name in linear_names})
+            fused = _fused_experts(model, ("*",))
+            tails = sorted({name.rpartition(".")[2] for name in (*linear_names, *fused)})
             raise TargetError(
                 f"target_modules: pattern {pattern!r} matches no module of {type(model).__name__}. "
                 f"Its linear modules end in: {', '.join(tails) if tails else '(none)'}; 'all-linear' takes them all."
@@ -148,6 +163,15 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or _is_conv1d(module)
+
+
+def _check_dtype(name: str, weight: Tensor) -> None:
+    if weight.dtype not in (torch.float32, torch.bfloat16):
+        raise TargetError(
+            f"target {name!r} has dtype {weight.dtype} (quantised or half precision): load the model in float32 or bfloat16"
+        )
+    if weight.device.type == "meta":
+        raise TargetError(f"target {name!r} is on the meta device: load the weights before building the optimizer")
 
 
 def _check_weight(name: str, module: nn.Module) -> None:
@@ -173,12 +197,7 @@ def _check_weight(name: str, module: nn.Module) -> None:
         )
     if not isinstance(weight, nn.Parameter) or weight.ndim != 2:
         raise TargetError(f"target {name!r}: the weight must be a 2-D parameter, it is a {type(weight).__name__}")
-    if weight.dtype not in (torch.float32, torch.bfloat16):
-        raise TargetError(
-            f"target {name!r} has dtype {weight.dtype} (quantised or half precision): load the model in float32 or bfloat16"
-        )
-    if weight.device.type == "meta":
-        raise TargetError(f"target {name!r} is on the meta device: load the weights before building the optimizer")
+    _check_dtype(name, weight)
 
 
 def _refuse_compiled(model: nn.Module) -> None:
@@ -190,28 +209,32 @@ def _refuse_compiled(model: nn.Module) -> None:
             )
 
 
-def _fused_experts(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    return [
-        name
-        for module_name, module in model.named_modules()
-        for name, parameter in module.named_parameters(prefix=canonical_fqn(module_name), recurse=False)
-        if parameter.ndim == 3
-        and not isinstance(module, nn.modules.conv._ConvNd)
-        and parameter.shape[0] > 1
-        and min(parameter.shape[1:]) > 1
-        and any(_matches(name, pattern) for pattern in patterns)
-    ]
+def _fused_experts(model: nn.Module, patterns: Sequence[str]) -> dict[str, tuple[nn.Module, str]]:
+    """Fully qualified name -> owner, and name there, of the 3-D parameters that look like experts' and match."""
+    found = {}
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            fqn = f"{canonical_fqn(module_name)}.{name}".lstrip(".")
+            if (
+                parameter.ndim == 3
+                and not isinstance(module, nn.modules.conv._ConvNd)
+                and parameter.shape[0] > 1
+                and min(parameter.shape[1:]) > 1
+                and any(_matches(fqn, pattern) for pattern in patterns)
+            ):
+                found[fqn] = (module, name)
+    return found
 
 
-def _refuse_fused_experts(model: nn.Module, patterns: str | Sequence[str]) -> None:
+def _select_experts(model: nn.Module, patterns: str | Sequence[str]) -> dict[str, Expert]:
     if patterns == ALL_LINEAR:
         patterns = ("*",)
     fused = _fused_experts(model, (patterns,) if isinstance(patterns, str) else patterns)
-    if fused:
-        raise TargetError(
-            f"target_modules matches fused expert weights ({fused[0]!r} and {len(fused) - 1} more, 3-D parameters), which "
-            f"cannot be sketched. Name the modules around them, for example ('self_attn.q_proj', 'self_attn.o_proj')."
-        )
+    return {
+        slice_name(fqn, index): expert
+        for fqn, (owner, name) in fused.items()
+        for index, expert in enumerate(experts_of(fqn, owner, name))
+    }
 
 
 def _owners_by_parameter(model: nn.Module) -> dict[int, list[str]]:

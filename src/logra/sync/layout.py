@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from logra.errors import LograError
 from logra.hashing import Range
 from logra.shards import is_sharded, local, reshard
+from logra.sketch.experts import fused_weights, slice_name
 from logra.sketch.targets import canonical_fqn
 from logra.storage import join32, split32
 from logra.sync import digest
@@ -172,7 +173,8 @@ def module_layout(model: nn.Module) -> dict[str, Placement]:
     """The layout of a module: every parameter whole, or what this rank stores of it, under its name without wrapper segments.
 
     Parameters that are DTensors (FSDP2, tensor parallelism) have the piece of this rank, which is none where there are
-    fewer rows than ranks. A tied parameter appears once, under its first name.
+    fewer rows than ranks. A tied parameter appears once, under its first name. Fused weights of experts appear as those of
+    every expert (see `logra.sketch.experts`).
 
     Raises:
         LograError: a parameter is quantised, on the meta device, or sharded in a way that is no rectangle.
@@ -185,6 +187,10 @@ def module_layout(model: nn.Module) -> dict[str, Placement]:
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
+            if not is_sharded(parameter) and name.rpartition(".")[2] in fused_weights(module):
+                for index in range(len(parameter)):
+                    layout[slice_name(name, index)] = _placement(name, parameter.detach()[index], transposed=False)
+                continue
             layout[name] = _placement(name, parameter, transposed=_stores_transpose(module, name))
     return layout
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from logra.errors import SyncError
+from logra.sketch.experts import stored_name
 from logra.sketch.targets import canonical_fqn
 from logra.sync.compact import CompactTensors
 from logra.sync.layout import Placement, canonical_weights, module_layout, weights_digest
@@ -213,4 +214,6 @@ def changeable_weights(optimizer: PolicyOptimizer) -> dict[str, Tensor]:
         canonical_fqn(name) for name, parameter in optimizer.model.named_parameters() if parameter.requires_grad
     }
     layout = optimizer_layout(optimizer)
-    return canonical_weights({name: placement for name, placement in layout.items() if name in changeable})
+    return canonical_weights(
+        {name: placement for name, placement in layout.items() if {name, stored_name(name)} & changeable}
+    )

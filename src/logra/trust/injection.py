@@ -21,6 +21,7 @@ from logra.contracts import Delta
 from logra.errors import ProbeError
 from logra.hashing import Range
 from logra.shards import is_sharded
+from logra.sketch.experts import Expert
 
 
 def displacement(module: nn.Module, delta: Delta, x: Tensor, output: Tensor) -> Tensor:
@@ -115,9 +116,11 @@ class Injection:
             raise ProbeError(
                 "no target module ran in the probe's forward: is it the model whose modules are the targets?"
             )
-        if missing:
+        # An expert that no token of the probe was sent to moves nothing there.
+        unexpected = [m for m in self.deltas if m not in self._reached and not isinstance(m, Expert)]
+        if unexpected:
             warnings.warn(
-                f"{missing} of {len(self.deltas)} target modules did not run in the probe's forward; "
+                f"{len(unexpected)} of {len(self.deltas)} target modules did not run in the probe's forward; "
                 "what their updates do is not part of the KL.",
                 stacklevel=3,
             )

@@ -39,6 +39,7 @@ def plan_command(arguments: Sequence[str]) -> int:
         activation_checkpointing=not options.no_activation_checkpointing,
         chunked_logits=not options.whole_logits,
         use_trust=not options.no_trust,
+        every_layer=options.every_layer,
     )
     print(json.dumps(result, indent=2) if options.json else text(result))
     return int(any(method["fits"] is False for method in result["methods"].values()))
@@ -96,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-activation-checkpointing", action="store_true", help="keep all activations")
     parser.add_argument("--whole-logits", action="store_true", help="make the logits of all tokens at once")
     parser.add_argument("--no-trust", action="store_true", help="do not price the step on a probe")
+    parser.add_argument("--every-layer", action="store_true", help="trace every layer: minutes, same result")
     parser.add_argument("--gpu-memory", help="memory of a GPU with its unit, such as 80GB or 74.5GiB")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from logra import phases
 from logra.memory.categories import CATEGORIES
 from logra.memory.owners import owned_tensors, storages_of, vocabulary_size
-from logra.memory.timeline import Report, Timeline
+from logra.memory.timeline import Moments, Report, Timeline
 
 _BY_PHASE = {
     "rollout": "rollout",
@@ -117,6 +117,10 @@ class Ledger(TorchDispatchMode):
     def restart(self) -> None:
         """Forget all peaks so far, for instance those of a first step that differs from all others."""
         self._timeline.restart()
+
+    def moments(self) -> Moments:
+        """The step since the last `settle` or `restart`, event by event; call it before `settle`."""
+        return self._timeline.moments(self.live())
 
     def report(self) -> Report:
         """Peak and composition of every phase, over all settled steps."""

@@ -4,9 +4,9 @@ What a storage is may be known only later (a gradient is found in `.grad` when b
 they come and added up by category when the step is over.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from logra.memory.categories import CATEGORIES, OTHER_SHARE
 from logra.phases import PHASES
@@ -31,6 +31,29 @@ class PhasePeak:
     at_peak: Mapping[str, int] = field(default_factory=dict)
 
 
+class Event(NamedTuple):
+    """A storage came (bytes above 0), went, or changed its size."""
+
+    phase: str
+    category: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Moments:
+    """A step, event by event.
+
+    Attributes:
+        start: live bytes by category before the first.
+        events: in order.
+        resident: live bytes by category after the last.
+    """
+
+    start: Mapping[str, int]
+    events: Sequence[Event]
+    resident: Mapping[str, int]
+
+
 @dataclass(frozen=True)
 class Report:
     """Live tensor bytes of a training process.
@@ -48,6 +71,19 @@ class Report:
     at_peak: Mapping[str, int]
     resident: Mapping[str, int]
     phases: Mapping[str, PhasePeak]
+
+    @classmethod
+    def of(cls, phases: Mapping[str, PhasePeak], resident: Mapping[str, int]) -> "Report":
+        """The report of these phases.
+
+        Args:
+            phases: highest moment of every phase that ran.
+            resident: live bytes by category between steps.
+        """
+        known = {name: phases[name] for name in PHASES if name in phases}
+        name = max(known, key=lambda phase: known[phase].peak_bytes, default="update")
+        highest = known.get(name, PhasePeak(sum(resident.values()), resident))
+        return cls(highest.peak_bytes, name, highest.at_peak, resident, known)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON stores it."""
@@ -94,7 +130,7 @@ class Timeline:
         total, best = start, {}
         for index, (_, num_bytes, name) in enumerate(self._events):
             total += num_bytes
-            if total > best.get(name, (-1, -1))[0]:
+            if num_bytes > 0 and total > best.get(name, (-1, -1))[0]:
                 best[name] = (total, index)
         moments = {index: name for name, (_, index) in best.items()}
         composition = dict.fromkeys(CATEGORIES, 0)
@@ -108,6 +144,18 @@ class Timeline:
                     self._peaks[name] = PhasePeak(total, dict(composition))
         self._absorb()
         self._resident = dict(resident)
+
+    def moments(self, resident: Mapping[str, int]) -> Moments:
+        """Every event since the last `settle` or `restart`.
+
+        Args:
+            resident: live bytes by category now.
+        """
+        start = dict.fromkeys(CATEGORIES, 0)
+        for record, num_bytes in self._present.items():
+            start[record.category] += num_bytes
+        events = [Event(phase, record.category, num_bytes) for record, num_bytes, phase in self._events]
+        return Moments(start, events, dict(resident))
 
     def restart(self) -> None:
         """Forget the peaks; what is alive stays."""
@@ -123,7 +171,4 @@ class Timeline:
 
     def report(self) -> Report:
         """What the settled steps came to."""
-        known = {name: self._peaks[name] for name in PHASES if name in self._peaks}
-        name = max(known, key=lambda phase: known[phase].peak_bytes, default="update")
-        highest = known.get(name, PhasePeak(sum(self._resident.values()), self._resident))
-        return Report(highest.peak_bytes, name, highest.at_peak, self._resident, known)
+        return Report.of(self._peaks, self._resident)

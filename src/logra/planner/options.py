@@ -38,6 +38,8 @@ class PlanOptions:
     """Of the sketched methods."""
     use_trust: bool = True
     """Price the step on a probe (logra and paper)."""
+    every_layer: bool = False
+    """Trace every layer, instead of a few from which the others follow."""
 
     def __post_init__(self) -> None:
         for name in ("num_gpus", "seq_len", "micro_batch"):

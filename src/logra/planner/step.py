@@ -8,6 +8,7 @@ Contract: no number is computed. Whatever the code asks of a value is answered a
 """
 
 import dataclasses
+import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +25,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from logra.chunked_head import chunk_tokens, chunked_scores, scores
 from logra.errors import ConfigError, LograError
 from logra.memory import Ledger, Report
+from logra.memory.timeline import Moments
 from logra.optim import SketchOptimizer
+from logra.planner.layers import continued, depths, with_layers
 from logra.planner.options import PlanOptions
 from logra.planner.stand_in import StandIn
 from logra.sketch.experts import Expert
@@ -41,11 +44,30 @@ def trace(config: Any, method: str, options: PlanOptions) -> Report:
     Args:
         config: transformers configuration of the model.
         method: logra, paper, adamw or lora.
-        options: sizes.
+        options: sizes; with `every_layer` all layers are traced, else a few, from which the others follow (`layers`).
 
     Raises:
-        ConfigError: the model's forward cannot be traced.
+        ConfigError: the model's forward cannot be traced, or its layers do not follow from each other.
     """
+    found = None if options.every_layer else depths(config)
+    if found is None:
+        return _traced(config, method, options)[0]
+    smaller, larger = (
+        _traced(with_layers(config, depth), method, options)[1] for depth in (found.smaller, found.larger)
+    )
+    report = continued(smaller, larger, found)
+    if report is None:
+        raise ConfigError(
+            f"model: steps of {found.smaller} and {found.larger} layers of this model are not alike (method={method}); "
+            f"trace every layer (every_layer=True, --every-layer), which takes longer"
+        )
+    return report
+
+
+def _traced(config: Any, method: str, options: PlanOptions) -> tuple[Report, Moments]:
+    # Cycles are collected between steps only, so that the events of a step do not depend on when Python collects them.
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
         with _process_group(options.num_gpus), _quiet():
             return _Step(config, method, options).run()
@@ -58,6 +80,9 @@ def trace(config: Any, method: str, options: PlanOptions) -> Report:
             f"model: the step of a {kind} model with method={method} cannot be traced ({type(error).__name__}: "
             f"{text[:300]})"
         ) from error
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Step:
@@ -115,17 +140,19 @@ class _Step:
         # One weight after the other, as training with little memory does; all at once takes a second copy of the state.
         return torch.optim.AdamW(trained, lr=1e-5, foreach=False)
 
-    def run(self) -> Report:
-        """Trace both steps."""
+    def run(self) -> tuple[Report, Moments]:
+        """Trace both steps; the report of the second and its events."""
         held = {"rollout": (self.ids, self.mask)}
         with self.fake, StandIn(), Ledger(self.model, self.optimizer, held=held, device=torch.device("cpu")) as ledger:
             for is_counted in (False, True):
                 if is_counted:
+                    gc.collect()
                     ledger.restart()
                 self._forward_backward()
                 self._optimizer_step(is_priced=is_counted)
+                moments = ledger.moments()
                 ledger.settle()
-        return ledger.report()
+            return ledger.report(), moments
 
     def _forward_backward(self) -> None:
         options = self.options

@@ -5,10 +5,19 @@ import torch
 from hypothesis import settings
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from workers import Workers
 
 # Examples have no deadline of their own: on a busy machine it fails at random, and tests have a timeout.
 settings.register_profile("logra", deadline=None)
 settings.load_profile("logra")
+
+
+@pytest.fixture(scope="session")
+def workers():
+    """Runs tasks in several processes; starts once a session."""
+    started = Workers()
+    yield started
+    started.stop()
 
 
 class Block(nn.Module):

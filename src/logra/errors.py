@@ -37,5 +37,9 @@ class DataError(LograError):
     """A dataset, a task file or a reward function returned something that training cannot use."""
 
 
+class OtherProcessError(LograError):
+    """Another process of the run met an error first; the message has it."""
+
+
 class NonFiniteProbeError(ProbeError):
     """The probe met logits, a tangent or a KL that is NaN or infinite: the step should be skipped and counted."""

@@ -35,6 +35,9 @@ def load(file: str):
 
 
 def run(order: dict, rank: int) -> None:
+    # As torchrun would have it.
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(order["world_size"])}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(order["port"])}
     dist.init_process_group(
         "gloo",
         init_method=f"tcp://127.0.0.1:{order['port']}",

@@ -3,10 +3,11 @@
 Exit codes: 0 done, 1 interrupted or a check that found something, 2 a setting or an input that cannot be used.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 
-from logra.errors import LograError
+from logra.errors import LograError, OtherProcessError
 
 COMMANDS = {
     "train": "train a model by reinforcement learning",
@@ -53,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments[1:]
         )
     except LograError as error:
-        print(f"logra {arguments[0]}: error: {error}", file=sys.stderr)
+        # The process that met it says so too.
+        if not isinstance(error, OtherProcessError) or os.environ.get("RANK") == "0":
+            print(f"logra {arguments[0]}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
         print(f"logra {arguments[0]}: interrupted. {interrupt}".rstrip(), file=sys.stderr)
@@ -73,9 +76,13 @@ def _train(arguments: Sequence[str]) -> int:
     from logra.rl.run import train  # TRL takes seconds to import; a wrong flag should not
 
     outcome = train(config)
+    import torch.distributed as dist
+
     from logra.cli.report import report_of_finished
 
-    if outcome.folder.exists():
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if outcome.leads and outcome.folder.exists():
         print(report_of_finished(outcome.folder))
     return 1 if outcome.interrupted else 0
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from logra import distributed
 from logra.checkpoint import Checkpoint, CheckpointStore
 from logra.errors import CheckpointError
 from logra.optim import SketchOptimizer
@@ -19,19 +20,24 @@ RUN = "run"
 """Key of what the run, not the trainer, adds to a state."""
 
 
-def save(trainer: ResumableTrainer, store: CheckpointStore, run: dict[str, Any] | None = None) -> Checkpoint:
-    """Write a checkpoint of a trainer between two steps.
+def save(trainer: ResumableTrainer, store: CheckpointStore, run: dict[str, Any] | None = None) -> Checkpoint | None:
+    """Write a checkpoint of a trainer between two steps. All processes call it, and process 0 writes.
 
     Args:
         trainer: in training, or done.
         store: where to.
         run: further plain values, under the key `RUN`.
 
+    Returns:
+        The checkpoint; None on the other processes.
+
     Raises:
         CheckpointError: the disk did not take it; the trainer and older checkpoints are as they were.
     """
-    step = trainer.state.global_step
-    return store.write(step, trainer.collect() | {RUN: run or {}}, {TRAINER_STATE: trainer.state_json()})
+    state = trainer.collect() | {RUN: run or {}}
+    if distributed.rank() != 0:
+        return None
+    return store.write(trainer.state.global_step, state, {TRAINER_STATE: trainer.state_json()})
 
 
 def roll_back(trainer: Any, store: CheckpointStore, checkpoint: Checkpoint) -> int:
@@ -68,7 +74,7 @@ def roll_back(trainer: Any, store: CheckpointStore, checkpoint: Checkpoint) -> i
     if isinstance(optimizer, SketchOptimizer):
         publisher: Publisher | None = trainer.publisher
         if publisher is None:
-            _set_version(optimizer, optimizer.version + 1)
+            set_version(optimizer, optimizer.version + 1)
         else:
             update = publish_whole(publisher, optimizer)
             if trainer.use_vllm:
@@ -78,13 +84,14 @@ def roll_back(trainer: Any, store: CheckpointStore, checkpoint: Checkpoint) -> i
 
 def publish_whole(publisher: Publisher, optimizer: SketchOptimizer) -> PolicyUpdate:
     """Make the present weights the next version of the log, whatever version they had, and publish them whole."""
-    _set_version(optimizer, publisher.log.latest() + 1)
+    set_version(optimizer, publisher.log.latest() + 1)
     update = publisher.publish(whole_update(optimizer))
     assert update is not None
     return update
 
 
-def _set_version(optimizer: SketchOptimizer, version: int) -> None:
+def set_version(optimizer: SketchOptimizer, version: int) -> None:
+    """Give the present weights another version."""
     optimizer.param_groups[0]["version"] = version
     optimizer.zero_grad()  # draws the projections of this version
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from logra import distributed
 from logra.rl.rewards import checked
 from logra.rl.tasks import Row, Task
 
@@ -22,6 +23,8 @@ def heldout_score(
 ) -> float | None:
     """Mean reward of one greedy completion per held-out problem; None without held-out problems.
 
+    Several processes share the problems; all of them call this and have the same score.
+
     Args:
         model: the policy; its training mode is restored.
         tokenizer: its tokenizer, with a pad token.
@@ -33,12 +36,14 @@ def heldout_score(
     was_training = model.training
     model.eval()
     rewards: list[float] = []
-    for start in range(0, len(task.heldout), BATCH_SIZE):
-        rows = task.heldout[start : start + BATCH_SIZE]
+    own = task.heldout[distributed.rank() :: distributed.num_processes()]
+    for start in range(0, len(own), BATCH_SIZE):
+        rows = own[start : start + BATCH_SIZE]
         ids, completions = generate_greedy(model, tokenizer, rows, max_new_tokens=max_new_tokens)
         rewards += [value for value in score_completions(task, rows, ids, completions) if value is not None]
     model.train(was_training)
-    return math.fsum(rewards) / len(rewards) if rewards else None
+    score = distributed.mean(math.fsum(rewards) / len(rewards) if rewards else math.nan, weight=len(rewards))
+    return None if math.isnan(score) else score
 
 
 def score_completions(task: Task, rows: list[Row], ids: list[list[int]], completions: list[Any]) -> list[float | None]:

@@ -21,6 +21,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer as TRLTrainer
 
+from logra import distributed
 from logra.errors import DataError
 from logra.rl.logprobs import completion_log_probs
 from logra.rl.metrics import StepClock, peak_memory_bytes, reward_metrics
@@ -59,6 +60,7 @@ class CheckedGRPOTrainer(ResumableTrainer):
             for function, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
         ]
         self._clock = StepClock()
+        self._peak_bytes = 0
         self._rewards = torch.empty(0, len(self.reward_funcs))
         self._signal_free = torch.empty(0, dtype=torch.bool)
         self.add_callback(_StepEvents(self))
@@ -234,7 +236,7 @@ class CheckedGRPOTrainer(ResumableTrainer):
 
     def _add_step_totals(self, logs: dict[str, float]) -> None:
         """Add what is a state of the run, not an average over steps."""
-        logs["memory/peak_bytes"] = peak_memory_bytes(self.accelerator.device)
+        logs["memory/peak_bytes"] = self._peak_bytes
         if "grad_norm" in logs:
             logs["optim/grad_norm"] = logs["grad_norm"]
 
@@ -256,6 +258,7 @@ class CheckedGRPOTrainer(ResumableTrainer):
 
     def _on_step_end(self) -> None:
         self._record(self._clock.metrics())
+        (self._peak_bytes,) = distributed.largest([peak_memory_bytes(self.accelerator.device)])
 
 
 class _StepEvents(TrainerCallback):

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 from trl.trainer.grpo_config import GRPOConfig
 
+from logra import distributed
 from logra.diagnostics import CollateralProbe, DirectionProbe, unrelated_texts
 from logra.diagnostics.observer import Diagnostic
 from logra.errors import ConfigError, DataError
@@ -227,7 +228,7 @@ def trl_arguments(config: TrainConfig) -> GRPOConfig:
 
 
 def _grpo_config(config: TrainConfig) -> GRPOConfig:
-    accumulation = config.rollout.num_completions // config.loss.micro_batch_size
+    accumulation = config.rollout.num_completions // distributed.num_processes() // config.loss.micro_batch_size
     return GRPOConfig(
         output_dir=config.output_dir,
         max_steps=config.run.num_steps,
@@ -323,7 +324,7 @@ def publish_updates(
     resumed: bool = False,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Let a trainer of sketches put every update into a log; the baselines make none.
+    """Let a trainer of sketches put every update into a log, on process 0; the baselines make none.
 
     Args:
         config: the run.
@@ -332,7 +333,7 @@ def publish_updates(
         resumed: the log may hold updates that the trainer is about to make again.
         say: shows a line.
     """
-    if isinstance(trainer, GRPOTrainer):
+    if isinstance(trainer, GRPOTrainer) and distributed.rank() == 0:
         settings: dict[str, Any] = {"base_model": config.model, "anchor_every": config.run.anchor_every}
         log, optimizer = DirectoryLog(folder), trainer.sketch_optimizer
         if resumed:

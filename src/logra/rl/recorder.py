@@ -3,6 +3,7 @@
 import math
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from logra import distributed
 from logra.hashing import derive_key
 from logra.rl.display import Display
 from logra.rl.metrics import ROLLOUT_VERSION
@@ -20,6 +22,10 @@ from logra.rl.run_folder import RunFolder, finite
 
 RENAMED = ("reward", "reward_std", "frac_reward_zero_std", "entropy", "step_time", "epoch", "total_flos")
 """TRL's metrics that are logged under a name of logra's, or mean nothing here."""
+
+
+_ECHO_S = 2.0
+"""With several processes, a signal that comes so soon after the first is the same one."""
 
 
 _KEPT_LOGS = 10
@@ -33,6 +39,8 @@ class StepSummary:
         self.num_steps = 0
         self.version = 0
         """Policy version after the last step."""
+        self.peak_memory_bytes = 0
+        """The most that one process held."""
         self._first: list[float] = []
         self._last: deque[float] = deque(maxlen=3)
 
@@ -40,6 +48,7 @@ class StepSummary:
         """Count one step, with the metrics as they are in metrics.jsonl."""
         self.num_steps += 1
         self.version = int(metrics.get("sync/version") or 0)
+        self.peak_memory_bytes = max(self.peak_memory_bytes, int(metrics.get("memory/peak_bytes") or 0))
         reward = metrics.get("reward/mean")
         if reward is not None:
             if len(self._first) < 3:
@@ -102,7 +111,8 @@ class StepRecorder(TrainerCallback):
 
 
 class SeedEachStep(TrainerCallback):
-    """Seeds the sampling of every step by its number, so that all methods draw with the same random numbers.
+    """Seeds the sampling of every step by its number, so that all methods draw with the same random numbers. Processes draw
+    with numbers of their own.
 
     Args:
         seed: of the run.
@@ -115,25 +125,30 @@ class SeedEachStep(TrainerCallback):
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Seed torch's generators."""
-        rollbacks = self._num_rollbacks()
+        rollbacks, rank = self._num_rollbacks(), distributed.rank()
+        of_process = [f"process {rank}"] if rank else []
         torch.manual_seed(
-            derive_key("rollout", self._seed, state.global_step, *([rollbacks] if rollbacks else [])) % 2**63
+            derive_key("rollout", self._seed, state.global_step, *([rollbacks] if rollbacks else []), *of_process)
+            % 2**63
         )
 
 
 class StopOnInterrupt(TrainerCallback):
     """Ctrl-C or SIGTERM ends the run after the step that is running, so that no weight is left half updated; a second one
-    ends it at once.
+    ends it at once. Of several processes it suffices that one is asked: they agree at the end of every step.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self, display: Display) -> None:
         self._display = display
+        self._asked_at: float | None = None
         self.requested = False
+        """Whether the run stops; the same on all processes."""
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Stop if asked to."""
+        self.requested = self.requested or distributed.any_process([self._asked_at is not None])[0]
         if self.requested:
             control.should_training_stop = True
 
@@ -151,8 +166,12 @@ class StopOnInterrupt(TrainerCallback):
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        now = time.monotonic()
+        if self._asked_at is not None:
+            # Schedulers signal the launcher and its processes, and the launcher passes it on.
+            if distributed.num_processes() > 1 and now - self._asked_at < _ECHO_S:
+                return
             raise KeyboardInterrupt
-        self.requested = True
+        self._asked_at = now
         name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
         self._display.say(f"{name}: stopping after this step. A second one stops at once.")

@@ -18,10 +18,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Sampler
 from trl.trainer.grpo_trainer import GRPOTrainer as TRLTrainer
 
+from logra import shards
 from logra.errors import CheckpointError
 
 TRAINER_STATE = "trainer_state.json"
@@ -59,11 +61,13 @@ class ResumableTrainer(TRLTrainer):
     def collect(self) -> dict[str, Any]:
         """Everything that the next steps depend on, between two steps; tensors are not copied.
 
+        All processes call it. Their replicas are the same; of their own they have random generators.
+
         Raises:
-            CheckpointError: several processes train, or a generation is still in use.
+            CheckpointError: the model is sharded, or a generation is still in use.
         """
-        if self.accelerator.num_processes > 1:
-            raise CheckpointError("checkpoints of runs with several processes are not written in this version")
+        if shards.is_fsdp(self.model):
+            raise CheckpointError("the model is sharded: use logra.checkpoint.save_sharded, or TRL's own save_strategy")
         if self._step % (self.args.steps_per_generation * self.num_iterations):
             raise CheckpointError(
                 f"step {self.state.global_step} is in the middle of a generation that is still in use"
@@ -75,6 +79,7 @@ class ResumableTrainer(TRLTrainer):
             "optimizer": self._bare_optimizer().state_dict(),
             "scheduler": self._scheduler().state_dict(),
             "random": random_states(),
+            "random_of_others": self._random_of_others(),
             "trainer": self._own_state(),
             "callbacks": {callback.checkpoint_name: callback.state_dict() for callback in self._stateful()},
         }
@@ -117,6 +122,14 @@ class ResumableTrainer(TRLTrainer):
     def _load_own_state(self, state: dict[str, Any]) -> None:
         self.beta = state["beta"]
 
+    def _random_of_others(self) -> list[dict[str, Any]]:
+        """`random_states` of the processes after the first."""
+        if self.accelerator.num_processes == 1:
+            return []
+        gathered: list[Any] = [None] * self.accelerator.num_processes
+        dist.all_gather_object(gathered, random_states())
+        return gathered[1:]
+
     def _stateful(self) -> list[Stateful]:
         return [callback for callback in self.callback_handler.callbacks if isinstance(callback, Stateful)]
 
@@ -151,7 +164,7 @@ class ResumableTrainer(TRLTrainer):
         sampler: Any = super()._get_train_sampler(dataset)
         if self._resumed is not None and sampler.shuffle:
             batch_size: Any = self._train_batch_size * self.args.steps_per_generation
-            num_batches = len(sampler) // batch_size  # of one process
+            num_batches = len(sampler) // (batch_size * self.accelerator.num_processes)  # of one process
             num_updates = max(-(-num_batches // self.args.gradient_accumulation_steps), 1)
             for _ in range(self._resumed["step"] // num_updates):
                 # The orders of the epochs that are over.
@@ -177,7 +190,9 @@ class ResumableTrainer(TRLTrainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._resumed is None:
             return super()._load_rng_state(checkpoint)
-        load_random_states(self._resumed["random"])
+        every = [self._resumed["random"], *self._resumed.get("random_of_others", [])]
+        if self.accelerator.process_index < len(every):  # a process that was not there before keeps its own
+            load_random_states(every[self.accelerator.process_index])
         self._resumed = None  # the last thing that transformers asks for: the tensors are no longer needed
         return None
 

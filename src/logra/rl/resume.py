@@ -4,6 +4,7 @@ A run is the same if its settings are, except those that only decide how long it
 rows of the task are compared by digest, versions of the packages by name.
 """
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -12,10 +13,12 @@ from typing import Any
 
 import yaml
 
+from logra import distributed
 from logra.checkpoint import Checkpoint, CheckpointStore
 from logra.errors import CheckpointError, ConfigError
 from logra.rl.checkpoints import RUN
 from logra.rl.config import TrainConfig, to_dict
+from logra.rl.processes import from_leader
 from logra.rl.run_folder import RunFolder, versions
 from logra.rl.tasks import Task
 
@@ -49,12 +52,35 @@ class Origin:
 
 
 def find_origin(config: TrainConfig, folder: RunFolder, store: CheckpointStore, task: Task) -> Origin:
-    """What `config.resume` asks for.
+    """What `config.resume` asks for: process 0 chooses, and every process reads the state.
 
     Raises:
         ConfigError: other settings or other rows than those of the run, or a path that is no checkpoint of it.
         CheckpointError: the checkpoint that was named is damaged.
     """
+    origin = from_leader(lambda: _find(config, folder, store))
+    if origin.checkpoint is None:
+        return origin
+    state = store.read(origin.checkpoint)
+    if state[RUN]["rows_sha256"] != rows_digest(task):
+        raise ConfigError(
+            f"task={config.task!r}: its rows are not those that the run in {str(folder.path)!r} trained on"
+        )
+    notes = list(origin.notes)
+    num_processes, before = distributed.num_processes(), state[RUN].get("num_processes", 1)
+    if num_processes != before:
+        notes.append(
+            f"Warning: the checkpoint is of {before} processes, and {num_processes} go on: the steps to come have other "
+            f"samples than those of an uninterrupted run"
+        )
+    notes.append(
+        f"Resuming from {origin.checkpoint.path}: {origin.checkpoint.step} of {config.run.num_steps} steps are done"
+    )
+    return dataclasses.replace(origin, state=state, notes=notes)
+
+
+def _find(config: TrainConfig, folder: RunFolder, store: CheckpointStore) -> Origin:
+    """What `config.resume` asks for, without the state."""
     if config.resume is None:
         return Origin()
     if not folder.holds_run:
@@ -65,13 +91,7 @@ def find_origin(config: TrainConfig, folder: RunFolder, store: CheckpointStore, 
     checkpoint = _choose(config.resume, folder, store, notes)
     if checkpoint is None:
         return Origin(continues=True, notes=[*notes, f"No complete checkpoint in {store.folder}: starting at step 0"])
-    state = store.read(checkpoint)
-    if state[RUN]["rows_sha256"] != rows_digest(task):
-        raise ConfigError(
-            f"task={config.task!r}: its rows are not those that the run in {str(folder.path)!r} trained on"
-        )
-    notes.append(f"Resuming from {checkpoint.path}: {checkpoint.step} of {config.run.num_steps} steps are done")
-    return Origin(True, checkpoint, state, notes)
+    return Origin(continues=True, checkpoint=checkpoint, notes=notes)
 
 
 def rows_digest(task: Task) -> str:

@@ -3,6 +3,8 @@
 Order: whatever can be wrong with the folder, the task and the settings is found before the model is loaded; a run that is
 to be replaced is removed when the trainer of the new one stands, and the configuration is written then; every step is on
 disk when the next begins, and checkpoints are written last of all; the trained model is on disk before it is scored.
+
+Under torchrun every process runs this on its part of the prompts, and process 0 alone writes and shows (`rl.processes`).
 """
 
 import time
@@ -15,11 +17,14 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from logra import distributed
 from logra.checkpoint import CheckpointStore
 from logra.errors import CheckpointError, LograError
+from logra.rl import processes
 from logra.rl.config import TrainConfig
 from logra.rl.display import Display, make_display
 from logra.rl.event_recorder import EventRecorder
+from logra.rl.followed_folder import FollowedFolder
 from logra.rl.metrics import peak_memory_bytes
 from logra.rl.quiet import silence_libraries
 from logra.rl.recorder import SeedEachStep, StepRecorder, StopOnInterrupt
@@ -35,11 +40,13 @@ class Outcome:
         folder: where its results lie.
         results: the content of results.json.
         interrupted: it was stopped before its last step.
+        leads: this process is the one that wrote them.
     """
 
     folder: Path
     results: dict[str, Any]
     interrupted: bool
+    leads: bool = True
 
 
 def train(config: TrainConfig, console: Console | None = None) -> Outcome:
@@ -47,10 +54,11 @@ def train(config: TrainConfig, console: Console | None = None) -> Outcome:
 
     Args:
         config: the run.
-        console: where to show it; None shows it on standard output.
+        console: where to show it; None shows it on standard output. Process 0 shows it.
 
     Raises:
         ConfigError: the output folder is taken, or the model cannot be used.
+        OtherProcessError: another process of the run met an error first.
         DataError: the task cannot be used, or a reward function returned something that cannot be trained on.
         KeyboardInterrupt: Ctrl-C outside of the training, with what is on disk as its message. (During the training
             it ends the run after the step, and a second one at once, without an error.)
@@ -59,14 +67,22 @@ def train(config: TrainConfig, console: Console | None = None) -> Outcome:
         torch.set_num_threads(config.run.num_threads)
     with warnings.catch_warnings():
         silence_libraries()
-        task = _load_task(config)
+        with processes.joined(config):
+            return _train_joined(config, console)
+
+
+def _train_joined(config: TrainConfig, console: Console | None) -> Outcome:
+    task = _load_task(config)
+    if distributed.rank() == 0:
         folder = RunFolder(config.output_dir, overwrite=config.overwrite, resume=config.resume is not None)
-        _require_inputs_outside(config, folder)
-        with folder.locked():
-            try:
-                return _Run(config, task, folder, make_display(config.run.num_steps, console)).execute()
-            except KeyboardInterrupt as interrupt:
-                raise KeyboardInterrupt(folder.contents()) from interrupt
+    else:
+        folder, console = FollowedFolder(config.output_dir), Console(quiet=True, force_terminal=False)
+    _require_inputs_outside(config, folder)
+    with folder.locked():
+        try:
+            return _Run(config, task, folder, make_display(config.run.num_steps, console)).execute()
+        except KeyboardInterrupt as interrupt:
+            raise KeyboardInterrupt(folder.contents()) from interrupt
 
 
 def _require_inputs_outside(config: TrainConfig, folder: RunFolder) -> None:
@@ -189,6 +205,7 @@ class _Run:
         """What a checkpoint holds besides the trainer's state."""
         return {
             "rows_sha256": self._rows,
+            "num_processes": distributed.num_processes(),
             "positions": self._folder.positions(),
             "version": getattr(getattr(self._trainer, "sketch_optimizer", None), "version", 0),
             "heldout_before": self._before,
@@ -207,7 +224,8 @@ class _Run:
         if self._before is not None:
             self._display.say(f"Held-out {self._task.score_name} before: {self._before:.3f}")
         stopped_at_once = self._train()
-        self._write_memory()
+        if not stopped_at_once or distributed.num_processes() == 1:  # the others may be gone
+            self._write_memory()
         results = self._results(None)
         if not stopped_at_once:
             policy = trained_policy(self._trainer)
@@ -217,7 +235,7 @@ class _Run:
                 results = self._results(self._score(policy))
         self._folder.write_results(results)
         self._conclude(results, saved=not stopped_at_once)
-        return Outcome(self._folder.path, results, self._stopper.requested)
+        return Outcome(self._folder.path, results, self._stopper.requested, distributed.rank() == 0)
 
     def _introduce(self) -> None:
         from logra.rl.methods import count_parameters
@@ -321,7 +339,7 @@ class _Run:
             "mean_reward_last_3_steps": last,
             "train_s": self._seconds,
             "seconds_per_step": self._seconds / num_steps if num_steps else None,
-            "peak_memory_bytes": peak_memory_bytes(self._trainer.accelerator.device),
+            "peak_memory_bytes": max(summary.peak_memory_bytes, peak_memory_bytes(self._trainer.accelerator.device)),
         }
 
     def _guard_results(self) -> dict[str, Any]:

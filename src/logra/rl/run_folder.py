@@ -49,7 +49,18 @@ class RunFolder:
     """
 
     def __init__(self, path: str | Path, *, overwrite: bool = False, resume: bool = False) -> None:
-        self.path = Path(path)
+        self._name_parts(Path(path))
+        try:
+            if self.path.exists() and not self.path.is_dir():
+                raise ConfigError(f"output_dir={str(self.path)!r}: this is a file, a folder is needed")
+            self._require_writable()
+        except OSError as error:
+            raise ConfigError(f"output_dir={str(self.path)!r} cannot be written to: {error}") from error
+        if self.path.is_dir() and any(self.path.iterdir()):
+            self._require_replaceable(overwrite or resume)
+
+    def _name_parts(self, path: Path) -> None:
+        self.path = path
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.samples = self.path / "samples.jsonl"
@@ -62,14 +73,6 @@ class RunFolder:
         self.report = self.path / "report.html"
         self._unfinished_model = self.path / ".model-unfinished"
         self._is_created = False
-        try:
-            if self.path.exists() and not self.path.is_dir():
-                raise ConfigError(f"output_dir={str(self.path)!r}: this is a file, a folder is needed")
-            self._require_writable()
-        except OSError as error:
-            raise ConfigError(f"output_dir={str(self.path)!r} cannot be written to: {error}") from error
-        if self.path.is_dir() and any(self.path.iterdir()):
-            self._require_replaceable(overwrite or resume)
 
     def _require_writable(self) -> None:
         existing = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())

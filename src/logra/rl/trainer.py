@@ -24,6 +24,7 @@ from logra.errors import ConfigError
 from logra.optim import Config, SketchOptimizer
 from logra.phases import phase
 from logra.rl import fsdp
+from logra.rl.checkpoints import set_version
 from logra.rl.guards import rollback
 from logra.rl.guards.config import GuardsConfig
 from logra.rl.metrics import ROLLOUT_VERSION, optimizer_metrics
@@ -246,6 +247,10 @@ class GRPOTrainer(ProbedGRPOTrainer):
                 metrics |= self._publisher.metrics()
             else:  # encodes the packet, which the publisher has done above
                 metrics["sync/bytes"] = float(update.num_bytes if update else 0)
+            # A log that went on without this run (see `ResumedPublisher`) has moved the version of the process that writes.
+            version = distributed.largest([optimizer.version])[0]
+            if version != optimizer.version:
+                set_version(optimizer, version)
             if self.use_vllm:
                 self._engine.add(update)
         if self.use_vllm:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -67,11 +66,3 @@ class Workers:
         self.process.wait()
         self.process.stdin.close()
         self.process.stdout.close()
-
-
-@pytest.fixture(scope="session")
-def workers():
-    """Starts once a session."""
-    started = Workers()
-    yield started
-    started.stop()

@@ -62,7 +62,9 @@ def depths(config: Any) -> Depths | None:
 
 
 def _period(kinds: Sequence[str]) -> int:
-    return next(step for step in range(1, len(kinds) + 1) if all(a == b for a, b in zip(kinds, kinds[step:])))
+    return next(
+        step for step in range(1, len(kinds) + 1) if all(a == b for a, b in zip(kinds, kinds[step:], strict=False))
+    )
 
 
 def with_layers(config: Any, num_layers: int) -> Any:

@@ -39,7 +39,6 @@ from typing import Any
 import numpy as np
 import torch
 import zstandard
-from numpy.typing import NDArray
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -316,14 +315,10 @@ def _pack4(factor: Tensor) -> Tensor:
 
 def _unpack4(packed: Tensor) -> Tensor:
     """uint8 [n] to int8 [2 n] in [-8, 7]."""
-    return torch.from_numpy(_PAIRS[packed.numpy()].view(np.int8))
-
-
-def _pairs_of_bytes() -> NDArray[np.uint16]:
-    """The two int8 elements that each byte stands for, as one little-endian word."""
-    byte = np.arange(256, dtype=np.uint8)
-    elements = (np.stack((byte & 15, byte >> 4), axis=1) ^ 8).astype(np.int8) - np.int8(8)
-    return elements.view("<u2").ravel()
-
-
-_PAIRS = _pairs_of_bytes()
+    pairs = packed.numpy().astype("<u2")
+    pairs |= pairs << 4
+    pairs &= 0x0F0F
+    elements = pairs.view(np.int8)
+    elements ^= 8  # two's complement of four bits, in two steps
+    elements -= 8
+    return torch.from_numpy(elements)

@@ -17,7 +17,7 @@ class Options:
 
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     """Seeds of the policies, prompts and samples."""
-    num_steps: int = 60
+    num_steps: int = 24
     """Updates of each direction."""
     kl_budget: float = 0.01
     """KL that every step realises, nats per generated token."""

@@ -28,9 +28,9 @@ class Options:
 
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of the policies, prompts and samples."""
-    num_steps: int = 150
+    num_steps: int = 75
     """Updates of each case."""
-    kl_budget: float = 0.01
+    kl_budget: float = 1e-3
     """Budget of the trust region, nats per generated token."""
 
 

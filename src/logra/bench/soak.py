@@ -133,7 +133,7 @@ def table(results: Results) -> str:
                 ]
             )
     header = ["run", "steps", "reward, first / last 200 steps (lowest 200)", "held-out before / after",
-              "resident after the first fifth / at the end", "median step, early / late", "actions"]  # fmt: skip
+              "resident after the first fifth / at the end", "median step, early / late, CPU time", "actions"]  # fmt: skip
     return markdown_table(header, rows)
 
 

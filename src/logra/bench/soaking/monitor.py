@@ -46,6 +46,8 @@ class Faults(TrainerCallback):
 class Monitor(TrainerCallback):
     """Resident memory and seconds of every step, also in a file that a run which is cut short leaves behind.
 
+    Seconds are those that this process computed: what else runs on the machine does not make a step longer.
+
     Args:
         path: of the file; a line a step, seconds and bytes.
     """
@@ -58,12 +60,12 @@ class Monitor(TrainerCallback):
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Start the clock."""
-        self._start = time.perf_counter()
+        self._start = time.process_time()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """The step is over, and on disk."""
         if state.global_step > len(self.seconds):
-            self.seconds.append(time.perf_counter() - self._start)
+            self.seconds.append(time.process_time() - self._start)
             self.resident_bytes.append(resident_bytes())
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(f"{self.seconds[-1]:.4f} {self.resident_bytes[-1]}\n")

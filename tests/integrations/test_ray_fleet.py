@@ -35,8 +35,14 @@ class PlayedPool:
         self.num_requests = dict.fromkeys(range(num_workers), 0)
         self.rejoined, self.restarted, self.submitted = [], [], []
 
-    def submit(self, worker, group, version):
+    def submit(self, worker, groups, version):
         assert worker not in self.busy, "a worker has one request at a time"
+        if len(groups) > 1:
+            self.submitted.append((worker, [group.seed for group in groups]))
+            samples = [sample for group in groups for sample in answer(group).samples]
+            self.events.append(Answered(worker, Answer(version, samples, 0.5)))
+            return
+        (group,) = groups
         self.busy.add(worker)
         number = self.num_requests[worker]
         self.num_requests[worker] += 1
@@ -79,6 +85,15 @@ def test_samples_come_in_the_order_of_the_groups(num_workers):
     assert drawn(fleet) == drawn(fleet) == EXPECTED
     assert len(pool.submitted) == 2 * len(GROUPS)
     assert (fleet.num_refused, fleet.num_lost, fleet.catch_up_s) == (0, 0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "dealt"), [(2, [[0, 1, 2], [3, 4]]), (4, [[0, 1], [2, 3]]), (1, [[0, 1, 2, 3, 4]])]
+)
+def test_an_engine_that_batches_gets_its_share_at_once(num_workers, dealt):
+    pool = PlayedPool(num_workers)
+    assert drawn(Fleet(pool, in_shares=True)) == EXPECTED
+    assert [seeds for _, seeds in pool.submitted if isinstance(seeds, list)] == dealt
 
 
 def test_the_group_of_a_worker_that_dies_goes_to_the_next():

@@ -55,11 +55,13 @@ def test_it_samples_with_the_version_that_is_asked_for(run, make_worker):
     """Fails if a worker runs ahead to the newest version, or stays at an older one."""
     worker = make_worker()
     for version in (1, 3):
-        answer = worker.sample(GROUP, version)
+        answer = worker.sample([GROUP], version)
         assert (answer.version, [sample.version for sample in answer.samples]) == (version, [version] * 6)
         policy = LlamaForCausalLM.from_pretrained(run[0] / "model")
         policy.load_state_dict(run[2][version])
-        assert all(torch.equal(a, b) for a, b in zip(worker._model.parameters(), policy.parameters(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(worker.engine.model.parameters(), policy.parameters(), strict=True)
+        )
         # The oracle: transformers alone, without the shared prompt, cut after the first end of any kind.
         torch.manual_seed(GROUP.seed)
         ids = torch.tensor([GROUP.prompt_ids] * 6)
@@ -77,21 +79,20 @@ def test_samples_depend_on_the_group_and_the_version_alone(make_worker):
     """Fails if what a worker drew before, or its own random state, enters the samples."""
     first, second = make_worker(), make_worker()
     other = Group(prompt_ids=(9,), num_samples=3, seed=2)
-    second.sample(other, 0)
-    second.sample(other, 1)
+    second.sample([other], 0)
     torch.manual_seed(99)
-    alone = token_ids(first.sample(GROUP, 2))
-    assert token_ids(second.sample(GROUP, 2)) == alone
+    alone = token_ids(first.sample([GROUP], 2))
+    assert token_ids(second.sample([other, GROUP], 2))[3:] == alone
     reseeded = Group(GROUP.prompt_ids, GROUP.num_samples, seed=12)
-    assert token_ids(first.sample(reseeded, 2)) != alone
-    assert token_ids(second.sample(GROUP, 3)) != alone
+    assert token_ids(first.sample([reseeded], 2)) != alone
+    assert token_ids(second.sample([GROUP], 3)) != alone
 
 
 def test_it_draws_nothing_where_it_cannot_come_to_the_version(make_worker):
     worker = make_worker()
-    answer = worker.sample(GROUP, 4)  # the log ends at 3
+    answer = worker.sample([GROUP], 4)  # the log ends at 3
     assert (answer.version, list(answer.samples)) == (3, [])
-    answer = worker.sample(GROUP, 2)  # and there is no way back
+    answer = worker.sample([GROUP], 2)  # and there is no way back
     assert (answer.version, list(answer.samples)) == (3, [])
     assert worker.join(2).version == 3
 
@@ -105,4 +106,4 @@ def test_a_wrong_log_is_refused(run, make_worker, tmp_path):
     Publisher(log, logra.SketchOptimizer(other, logra.Config(rank=4)))
     # Catches a worker that samples with its base model because the log has no update yet.
     with pytest.raises(SyncError, match="not those of the base model"):
-        make_worker(log).sample(GROUP, 0)
+        make_worker(log).sample([GROUP], 0)

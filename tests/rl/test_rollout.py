@@ -52,16 +52,20 @@ def test_workers_take_the_place_of_vllm(monkeypatch):
     assert asked == ["ray"]
 
 
-@pytest.mark.parametrize("args", [None, arguments(use_vllm=False), arguments()])
-def test_workers_that_trl_would_not_ask_or_would_correct_are_refused(args):
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [(None, "use_vllm=True"), (arguments(use_vllm=False), "use_vllm=True"), (arguments(), "correction=True")],
+)
+def test_workers_that_trl_would_not_ask_or_would_correct_are_refused(args, named):
     """Fails if a fleet is started and never used, or its samples (log-probabilities NaN) are reweighted."""
-    with pytest.raises(ConfigError, match="use_vllm=True"), rollout.rollout_engine(args, WorkersConfig(model="folder")):
+    with pytest.raises(ConfigError, match=named), rollout.rollout_engine(args, WorkersConfig(model="folder")):
         pass
 
 
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
+        ({"engine": "sglang"}, "workers.engine"),
         ({"num_workers": 0}, "workers.num_workers=0"),
         ({"num_gpus": -1}, "workers.num_gpus"),
         ({"timeout_s": 0}, "timeout_s"),
@@ -108,6 +112,8 @@ def test_a_fleet_in_trls_terms(monkeypatch):
     use(monkeypatch, EntryPoint())
     workers = trl_arguments(config(engine="ray", num_workers=2))
     assert (workers.use_vllm, workers.vllm_importance_sampling_correction) == (True, False)
+    workers = trl_arguments(config(engine="ray_vllm"))
+    assert (workers.use_vllm, workers.vllm_importance_sampling_correction) == (True, True)
     use(monkeypatch)
     with pytest.raises(ConfigError, match=r"pip install 'logra\[ray\]'"):
         trl_arguments(config(engine="ray"))

@@ -97,13 +97,13 @@ class WorkersHere:
         self._workers = [RolloutWorker(settings, log) for _ in range(num_workers)]
         self._asked = []
 
-    def submit(self, worker, group, version):
-        self._asked.append((worker, group, version))
+    def submit(self, worker, groups, version):
+        self._asked.append((worker, groups, version))
 
     def wait(self, timeout_s):
-        worker, group, version = self._asked.pop()
+        worker, groups, version = self._asked.pop()
         with torch.random.fork_rng():  # a worker seeds torch's generator, which is the trainer's here
-            return Answered(worker, self._workers[worker].sample(group, version))
+            return Answered(worker, self._workers[worker].sample(groups, version))
 
     def close(self):
         self._workers = []
@@ -145,15 +145,15 @@ def test_workers_that_are_killed_start_again_and_the_run_is_the_same(run, run_he
     """
     submit, pids = ray_pool.RayPool.submit, []
 
-    def killing(pool, worker, group, version):
+    def killing(pool, worker, groups, version):
         if version == 2 and not pids:
             pids.extend(status.pid for status in pool.status())
         pid = pids[worker] if version == 2 else None
         if pid is None:
-            return submit(pool, worker, group, version)
+            return submit(pool, worker, groups, version)
         pids[worker] = None
         os.kill(pid, signal.SIGSTOP)  # so that the request is on its way when the process dies
-        submit(pool, worker, group, version)
+        submit(pool, worker, groups, version)
         return os.kill(pid, signal.SIGKILL)
 
     with monkeypatch.context() as patch:

@@ -35,13 +35,14 @@ class RolloutConfig:
     """Longest completion, tokens."""
     temperature: float = 1.0
     """Sampling temperature, above 0."""
-    engine: Literal["transformers", "vllm", "vllm_server", "ray"] = "transformers"
+    engine: Literal["transformers", "vllm", "vllm_server", "ray", "ray_vllm"] = "transformers"
     """What samples: the model itself, a vLLM engine in this process, a running `vllm serve` (see docs/vllm.md), or workers
-    that Ray places (see docs/distributed.md)."""
+    that Ray places, with transformers or with vLLM inside (see docs/distributed.md)."""
     server_url: str | None = None
     """Address of the server, for engine vllm_server; null is http://127.0.0.1:8000."""
     num_workers: int | None = None
-    """Workers, for engine ray, each with a copy of the model; null is 1. The samples do not depend on their number."""
+    """Workers, for engine ray or ray_vllm, each with a copy of the model; null is 1. With ray the samples do not depend on
+    their number."""
     worker_threads: int | None = None
     """CPU cores and threads of each worker; null is 1."""
     worker_gpus: float | None = None
@@ -58,10 +59,10 @@ class RolloutConfig:
         for name in ("num_workers", "worker_threads", "worker_gpus"):
             value = getattr(self, name)
             _require(
-                value is None or self.engine == "ray",
+                value is None or self.engine in ("ray", "ray_vllm"),
                 f"rollout.{name}",
                 value,
-                "has an effect with rollout.engine=ray only",
+                "has an effect with rollout.engine=ray or ray_vllm only",
             )
         _require_integer("rollout.num_prompts", self.num_prompts, 1, "prompts per step")
         _require_integer("rollout.num_samples", self.num_samples, 2, "samples of a group")
@@ -71,7 +72,7 @@ class RolloutConfig:
     @property
     def samples_elsewhere(self) -> bool:
         """Whether an engine with arithmetic of its own samples: its probabilities are not quite the trainer's."""
-        return self.engine in ("vllm", "vllm_server")
+        return self.engine in ("vllm", "vllm_server", "ray_vllm")
 
     @property
     def num_completions(self) -> int:

@@ -200,11 +200,13 @@ def build_trainer(
 def _workers(config: TrainConfig) -> WorkersConfig | None:
     """The fleet that samples, where there is one."""
     rollout = config.rollout
-    if rollout.engine != "ray":
+    if rollout.engine not in ("ray", "ray_vllm"):
         return None
     given = {"num_workers": rollout.num_workers, "num_threads": rollout.worker_threads, "num_gpus": rollout.worker_gpus}
     return WorkersConfig(
-        model=model_location(config.model), **{name: value for name, value in given.items() if value is not None}
+        engine="vllm" if rollout.engine == "ray_vllm" else "transformers",
+        model=model_location(config.model),
+        **{name: value for name, value in given.items() if value is not None},
     )
 
 
@@ -266,8 +268,9 @@ def _engine_arguments(config: TrainConfig) -> dict[str, Any]:
     rollout = config.rollout
     if rollout.engine == "transformers":
         return {}
+    for package in {"ray": ("ray",), "ray_vllm": ("ray", "vllm")}.get(rollout.engine, ()):
+        engine_class(package)  # one that is missing is found before the model loads
     if rollout.engine == "ray":
-        engine_class("ray")  # a missing package is found before the model loads
         return {"use_vllm": True, "vllm_importance_sampling_correction": False}
     loss = config.loss
     correction = {
@@ -277,7 +280,7 @@ def _engine_arguments(config: TrainConfig) -> dict[str, Any]:
         "vllm_importance_sampling_clip_min": loss.importance_min,
         "off_policy_mask_threshold": loss.off_policy_kl,
     }
-    if rollout.engine == "vllm":
+    if rollout.engine in ("vllm", "ray_vllm"):
         return {"use_vllm": True, "vllm_mode": "colocate", **correction}
     return {
         "use_vllm": True,

@@ -54,10 +54,12 @@ def rollout_engine(args: Any, workers: WorkersConfig | None = None) -> Iterator[
         ConfigError: the engine's package or entry point is missing, the engine would have to forget its weights, or
             workers are given that TRL would not ask, or whose samples it would correct.
     """
-    if workers is not None and (args is None or not args.use_vllm or args.vllm_importance_sampling_correction):
+    if workers is not None and (args is None or not args.use_vllm):
+        raise ConfigError("workers: TRL asks an engine only with GRPOConfig(use_vllm=True). Set it")
+    if workers is not None and workers.engine == "transformers" and args.vllm_importance_sampling_correction:
         raise ConfigError(
-            "workers: TRL asks an engine only with GRPOConfig(use_vllm=True), and with vllm_importance_sampling_correction="
-            "False it takes the samples as the trainer's own, which they are. Set both"
+            "vllm_importance_sampling_correction=True: the samples of these workers are the trainer's own, and come without "
+            "log-probabilities to correct. Set it to False"
         )
     if args is None or not args.use_vllm:
         yield

@@ -1,19 +1,22 @@
 """Settings of a fleet of rollout workers: processes elsewhere that follow the log of updates and sample."""
 
 from dataclasses import dataclass
+from typing import Literal
 
-from logra.rl.checks import require_integer, require_number
+from logra.rl.checks import require_choices, require_integer, require_number
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkersConfig:
     """A fleet of rollout workers, see `logra.integrations.ray`.
 
-    Samples do not depend on any of these but `model` and `num_threads` (and on a GPU its kind).
+    With engine transformers, samples depend on none of these but `model` and `num_threads` (and on the kind of a GPU).
     """
 
     model: str
     """Folder or hub id of the base model of the run, as every worker finds it."""
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """What samples inside a worker."""
     num_workers: int = 1
     """Workers, each with a copy of the policy."""
     num_threads: int = 1
@@ -26,6 +29,7 @@ class WorkersConfig:
     """Seconds without any answer after which the workers that are busy are started again, once."""
 
     def __post_init__(self) -> None:
+        require_choices(self, "workers.")
         require_integer("workers.num_workers", self.num_workers, 1, "workers")
         require_integer("workers.num_threads", self.num_threads, 1, "threads of a worker")
         require_number("workers.num_gpus", self.num_gpus)

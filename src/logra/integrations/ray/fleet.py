@@ -1,6 +1,6 @@
 """`Fleet`: deals groups of samples to workers, whatever happens to the workers.
 
-    a worker dies                          its group goes to the next free worker, and it is started again
+    a worker dies                          its groups go to the next free worker, and it is started again
     it is behind the version asked for     its samples are refused; it is asked again when the log may have grown
     it is ahead                            its samples are refused, and it is started again from the base model
     nobody answers                         the workers that are busy are started again, once
@@ -10,6 +10,7 @@ or raises. Groups carry their seeds, so the samples are the same whichever worke
 """
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -61,8 +62,8 @@ class Pool(Protocol):
 
     num_workers: int
 
-    def submit(self, worker: int, group: Group, version: int) -> None:
-        """Ask a worker that is not busy for a group."""
+    def submit(self, worker: int, groups: Sequence[Group], version: int) -> None:
+        """Ask a worker that is not busy for some groups."""
         ...
 
     def rejoin(self, worker: int, version: int) -> None:
@@ -94,15 +95,17 @@ class Fleet:
         timeout_s: seconds without any event after which busy workers are started again; after a second time it is an
             error. Also the longest time that workers may stay behind the version asked for.
         retry_s: seconds before a worker that is behind is asked again.
+        in_shares: ask each worker for its share of all groups at once, as engines that batch requests themselves want it;
+            otherwise for one group after the other, so that the fastest worker draws most.
 
     Example:
         >>> fleet = Fleet(RayPool(settings, log, num_workers=2))
         >>> samples = fleet.sample([Group(prompt_ids=(5, 7), num_samples=8, seed=1)], version=opt.version)
     """
 
-    def __init__(self, pool: Pool, *, timeout_s: float = 600.0, retry_s: float = 0.2) -> None:
+    def __init__(self, pool: Pool, *, timeout_s: float = 600.0, retry_s: float = 0.2, in_shares: bool = False) -> None:
         self._pool = pool
-        self._timeout_s, self._retry_s = timeout_s, retry_s
+        self._timeout_s, self._retry_s, self._in_shares = timeout_s, retry_s, in_shares
         self._idle = set(range(pool.num_workers))
         self._gone: dict[int, str] = {}
         self._behind_since: float | None = None
@@ -130,13 +133,15 @@ class Fleet:
         self.catch_up_s, self._behind_since, self._was_silent = 0.0, None, False
         drawn: dict[int, Sequence[Sample]] = {}
         running: dict[int, int] = {}
-        waiting = deque(range(len(groups)))
-        while len(drawn) < len(groups):
+        size = max(math.ceil(len(groups) / self._pool.num_workers), 1) if self._in_shares else 1
+        requests = [groups[start : start + size] for start in range(0, len(groups), size)]
+        waiting = deque(range(len(requests)))
+        while len(drawn) < len(requests):
             while waiting and self._idle:
                 worker = min(self._idle)
                 self._idle.remove(worker)
                 running[worker] = waiting.popleft()
-                self._pool.submit(worker, groups[running[worker]], version)
+                self._pool.submit(worker, requests[running[worker]], version)
             event = self._pool.wait(self._timeout_s)
             if event is None:
                 self._restart_silent(list(running), version)
@@ -145,28 +150,29 @@ class Fleet:
                 continue
             index = running.pop(event.worker, None)
             if index is not None and isinstance(event, Answered):
-                if self._accept(event, groups[index], version):
+                if self._accept(event, requests[index], version):
                     drawn[index] = event.answer.samples
                     continue
             else:
                 self._note(event, version)
             if index is not None:
                 waiting.appendleft(index)
-        return [sample for index in range(len(groups)) for sample in drawn[index]]
+        return [sample for index in range(len(requests)) for sample in drawn[index]]
 
     def close(self) -> None:
         """End the workers; the fleet is of no use afterwards."""
         self._pool.close()
 
-    def _accept(self, event: Answered, group: Group, version: int) -> bool:
-        """Whether the samples are those of the group, each of this version; what becomes of the worker if not."""
+    def _accept(self, event: Answered, groups: Sequence[Group], version: int) -> bool:
+        """Whether the samples are those of the groups, each of this version; what becomes of the worker if not."""
         worker, answer = event.worker, event.answer
         self.catch_up_s = max(self.catch_up_s, answer.catch_up_s)
-        if [sample.version for sample in answer.samples] == [version] * group.num_samples:
+        num_samples = sum(group.num_samples for group in groups)
+        if [sample.version for sample in answer.samples] == [version] * num_samples:
             self._idle.add(worker)
             self._behind_since, self._was_silent = None, False
             return True
-        self.num_refused += group.num_samples
+        self.num_refused += num_samples
         if answer.version > version:
             logger.warning("rollout worker %d is at version %d, ahead of %d: it starts again from the base model",
                            worker, answer.version, version)  # fmt: skip

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from logra.sync.fit import Storage
 
@@ -29,19 +29,22 @@ class Sample:
     Attributes:
         token_ids: up to and with the end-of-sequence token, if it was drawn.
         version: of the policy that drew it.
+        log_probs: of the tokens, in the distribution that they were drawn from, nats; None where the engine does not
+            measure them.
     """
 
     token_ids: list[int]
     version: int
+    log_probs: list[float] | None = None
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a worker made of one group.
+    """What a worker made of one request.
 
     Attributes:
         version: of the worker's policy.
-        samples: of the group; none if the worker is not at the version that was asked for.
+        samples: of its groups, in order; none if the worker is not at the version that was asked for.
         catch_up_s: time that applying updates took before it, seconds.
     """
 
@@ -70,16 +73,19 @@ class WorkerSettings:
     """How a worker loads and samples.
 
     Attributes:
+        engine: what samples inside the worker.
         model: folder or hub id of the base model.
-        dtype: of its parameters, a name of torch.
-        storage: of the replica.
+        dtype: of the trainer's parameters, a name of torch.
+        storage: of a replica of them (engine transformers).
         generation: arguments of transformers' `GenerationConfig`.
         num_threads: of torch.
         on_gpu: sample on the GPU that Ray gave to the worker.
-        autocast: forward in bfloat16 where the parameters are fp32, as the trainer does.
-        attention: name of the attention implementation.
+        autocast: the trainer's forward runs in bfloat16, whatever its parameters.
+        attention: name of the attention implementation (engine transformers).
+        max_model_len: longest sequence, tokens (engine vllm); None leaves it to the model.
     """
 
+    engine: Literal["transformers", "vllm"] = "transformers"
     model: str
     dtype: str = "float32"
     storage: Storage = "fp32"
@@ -88,3 +94,4 @@ class WorkerSettings:
     on_gpu: bool = False
     autocast: bool = False
     attention: str | None = None
+    max_model_len: int | None = None

@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,9 +59,9 @@ class RayPool:
         self._waiting_for: dict[Any, tuple[int, bool]] = {}
         """What has been asked: of which worker, and whether it is to join."""
 
-    def submit(self, worker: int, group: Group, version: int) -> None:
+    def submit(self, worker: int, groups: Sequence[Group], version: int) -> None:
         """See `Pool.submit`."""
-        self._waiting_for[self._actors[worker].sample.remote(group, version)] = (worker, False)
+        self._waiting_for[self._actors[worker].sample.remote(groups, version)] = (worker, False)
 
     def rejoin(self, worker: int, version: int) -> None:
         """See `Pool.rejoin`. A call with retries waits until Ray has started the actor again."""

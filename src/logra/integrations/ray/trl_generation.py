@@ -1,8 +1,9 @@
 """TRL's generation with a fleet of Ray actors.
 
 `logra.rl.GRPOTrainer(workers=WorkersConfig(...), args=GRPOConfig(use_vllm=True, ...))` uses it: TRL then asks an engine for
-completions where it would otherwise sample with the model that it trains. The workers hold the same weights to the bit and
-run the same generation, so TRL's correction for another engine's probabilities has nothing to correct, and is refused.
+completions where it would otherwise sample with the model that it trains. With transformers inside, the workers hold the
+same weights to the bit and run the same generation: TRL's correction for another engine's probabilities has nothing to
+correct, and is refused. With vLLM inside it works as with any vLLM engine.
 
 Random numbers: each call draws one number from torch's generator, which `logra train` seeds for every step, and the group
 at place i of the call is drawn from the seed (that number, i).
@@ -29,12 +30,13 @@ class FleetGeneration:
 
     Args:
         model, accelerator, processing_class, temperature, top_p, top_k, min_p, repetition_penalty, max_completion_length,
-            generation_kwargs, structured_outputs_regex: as TRL gives them.
+            max_model_length, generation_kwargs, structured_outputs_regex: as TRL gives them.
         workers: the fleet.
         **_: what TRL has to say to vLLM alone.
 
     Raises:
-        ConfigError: several processes train, or outputs are to follow a pattern.
+        ConfigError: several processes train, outputs are to follow a pattern, or settings of transformers' generation are
+            meant for vLLM.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class FleetGeneration:
         min_p: float | None,
         repetition_penalty: float,
         max_completion_length: int,
+        max_model_length: int | None = None,
         generation_kwargs: dict[str, Any] | None = None,
         structured_outputs_regex: str | None = None,
         **_: Any,
@@ -62,7 +65,11 @@ class FleetGeneration:
             raise ConfigError(
                 f"vllm_structured_outputs_regex={structured_outputs_regex!r}: rollout workers do not know it"
             )
-        self._model, self._workers = model, workers
+        if generation_kwargs and workers.engine == "vllm":
+            raise ConfigError(
+                f"generation_kwargs={generation_kwargs!r}: workers do not pass them on to vLLM; leave them out"
+            )
+        self._model, self._workers, self._max_model_len = model, workers, max_model_length
         self._autocast = accelerator.mixed_precision == "bf16"
         tokenizer = getattr(processing_class, "tokenizer", processing_class)
         self._generation = {
@@ -122,7 +129,7 @@ class FleetGeneration:
             profiler: a context manager around the generation.
 
         Returns:
-            None, token ids, log-probabilities (NaN: not measured), None: TRL's four values.
+            None, token ids, log-probabilities (NaN where the engine does not measure them), None: TRL's four values.
 
         Raises:
             ConfigError: images, or a trainer without a log of updates.
@@ -148,11 +155,13 @@ class FleetGeneration:
             samples = self.fleet.sample(groups, optimizer.version)
         self.sampled_version = optimizer.version
         completions = [sample.token_ids for sample in samples]
-        return None, completions, [[[float("nan")]] * len(ids) for ids in completions], None
+        log_probs = [sample.log_probs or [float("nan")] * len(sample.token_ids) for sample in samples]
+        return None, completions, [[[value] for value in values] for values in log_probs], None
 
     def _start(self, optimizer: PolicyOptimizer, log: UpdateLog) -> Fleet:
         workers = self._workers
         settings = WorkerSettings(
+            engine=workers.engine,
             model=workers.model,
             dtype=str(self._model.dtype).removeprefix("torch."),
             storage=optimizer.config.weight_storage,
@@ -161,6 +170,7 @@ class FleetGeneration:
             on_gpu=workers.num_gpus > 0,
             autocast=self._autocast,
             attention=self._model.config._attn_implementation,
+            max_model_len=self._max_model_len,
         )
         pool = RayPool(
             settings,
@@ -169,7 +179,7 @@ class FleetGeneration:
             num_gpus=workers.num_gpus,
             max_restarts=workers.max_restarts,
         )
-        return Fleet(pool, timeout_s=workers.timeout_s)
+        return Fleet(pool, timeout_s=workers.timeout_s, in_shares=workers.engine == "vllm")
 
 
 def generation_class() -> type[FleetGeneration]:

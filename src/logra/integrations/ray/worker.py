@@ -1,35 +1,49 @@
-"""What runs inside an actor: a replica of the policy and the generation that `logra train` uses without workers.
+"""What runs inside an actor: an engine that holds a copy of the policy, and samples with the version asked for.
 
-Contract: a group is sampled with exactly the version that was asked for, or not at all. The numbers depend on the weights,
-the group and the settings alone, so that any worker draws the same samples of a group, now or after a restart.
+Contract: groups are sampled with exactly the version that was asked for, or not at all.
 """
 
-import itertools
 import os
 import socket
 import time
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
 
 from logra.errors import SyncError
 from logra.integrations.ray.messages import Answer, Group, Sample, Status, WorkerSettings
-from logra.rl.shared_prompts import can_share_prompts, continues_prefill, shared_prefill
-from logra.sync import Replica
+from logra.sync import Manifest
 from logra.sync.protocols import UpdateLog
 
 
+class Engine(Protocol):
+    """A copy of the policy that samples."""
+
+    @property
+    def version(self) -> int:
+        """Of its weights."""
+        ...
+
+    def catch_up(self, log: UpdateLog, until: int) -> None:
+        """Apply the updates of the log up to this version, which is not below its own."""
+        ...
+
+    def draw(self, groups: Sequence[Group]) -> Sequence[tuple[list[int], list[float] | None]]:
+        """Token ids of every sample of the groups, in order, and their log-probabilities where they are measured."""
+        ...
+
+
 class RolloutWorker:
-    """A replica that samples.
+    """An engine that follows a log.
 
     Args:
-        settings: how.
+        settings: which engine, and how it samples.
         log: the updates of the run; it must have begun.
 
     Raises:
         SyncError: the log has not begun.
+        ConfigError: the engine's package is not installed.
     """
 
     def __init__(self, settings: WorkerSettings, log: UpdateLog) -> None:
@@ -38,53 +52,32 @@ class RolloutWorker:
         if manifest is None:
             raise SyncError("rollout worker: the log has not begun: nothing has been published, or its path is wrong")
         self._log = log
-        self._device = torch.device("cuda" if settings.on_gpu else "cpu")
-        self._autocast = settings.autocast
-        self._generation = GenerationConfig(**settings.generation, disable_compile=True)
-        self._model = _load(settings).to(self._device)
-        # Generation fills in what its configuration leaves open from that of the model.
-        self._model.generation_config = self._generation
-        self._shares_prompts = can_share_prompts(self._model) and continues_prefill(self._generation)
-        self._replica = Replica(self._model, version=manifest.base.version, storage=settings.storage)
+        self.engine = build_engine(settings, manifest)
 
     def join(self, version: int) -> Status:
         """Catch up from the log, up to `version` or as far as the log goes."""
         target = min(version, self._log.latest())
-        if target >= self._replica.version:
-            self._replica.catch_up(self._log, until=target)
-        return Status(os.getpid(), socket.gethostname(), self._replica.version)
+        if target >= self.engine.version:
+            self.engine.catch_up(self._log, target)
+        return Status(os.getpid(), socket.gethostname(), self.engine.version)
 
-    def sample(self, group: Group, version: int) -> Answer:
-        """Draw the samples of a group with this version of the policy."""
+    def sample(self, groups: Sequence[Group], version: int) -> Answer:
+        """Draw the samples of some groups with this version of the policy."""
         start = time.perf_counter()
         self.join(version)
         seconds = time.perf_counter() - start
         samples = []
-        if self._replica.version == version:
-            samples = [Sample(token_ids, self._replica.version) for token_ids in self._draw(group)]
-        return Answer(self._replica.version, samples, seconds)
-
-    @torch.no_grad()
-    def _draw(self, group: Group) -> list[list[int]]:
-        torch.manual_seed(group.seed)
-        ids = torch.tensor([group.prompt_ids], device=self._device).repeat(group.num_samples, 1)
-        shared = shared_prefill(self._model) if self._shares_prompts else nullcontext()
-        with shared, torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
-            output = self._model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=self._generation
-            )
-        ends: Any = self._generation.eos_token_id
-        return [_up_to_end(row, set(ends)) for row in output[:, ids.shape[1] :].tolist()]
+        if self.engine.version == version:
+            drawn = self.engine.draw(groups)
+            samples = [Sample(token_ids, self.engine.version, log_probs) for token_ids, log_probs in drawn]
+        return Answer(self.engine.version, samples, seconds)
 
 
-def _load(settings: WorkerSettings) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(
-        settings.model, dtype=getattr(torch, settings.dtype), attn_implementation=settings.attention
-    )
-    return model.requires_grad_(False).eval()
-
-
-def _up_to_end(token_ids: list[int], ends: set[int]) -> list[int]:
-    """The tokens before the first end-of-sequence token, and that token."""
-    length = sum(1 for _ in itertools.takewhile(lambda token: token not in ends, token_ids))
-    return token_ids[: length + 1]
+def build_engine(settings: WorkerSettings, manifest: Manifest) -> Engine:
+    """The engine that the settings name, with the weights of the run's base model."""
+    engine: Any
+    if settings.engine == "vllm":
+        from logra.integrations.ray.vllm_engine import VLLMSampler as engine
+    else:
+        from logra.integrations.ray.transformers_engine import TransformersSampler as engine
+    return engine(settings, manifest)

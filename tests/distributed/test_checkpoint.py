@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from sharded_lm import SETTINGS, Model, batch, loss_of, own_part, sharded
+from test_tensor_parallel import tensor_parallel
 
 import logra
 from logra.checkpoint import sharded as sharded_checkpoint
@@ -19,6 +20,9 @@ CASES = {
 
 
 KINDS = ("fsdp", "replicas")
+"""Of any number of processes."""
+MESHES = {"hsdp": ("replicate", "shard"), "fsdp over tp": ("shard", "tensor")}
+"""Of four processes, 2 x 2."""
 
 
 def build(kind, case, scale):
@@ -27,6 +31,12 @@ def build(kind, case, scale):
     for parameter in model.parameters():
         parameter.data.mul_(scale)
     model = model.bfloat16() if case == "split32" else model
+    if kind in MESHES:
+        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=MESHES[kind])
+        if kind == "hsdp":
+            sharded(model, mesh=mesh)
+        else:
+            sharded(tensor_parallel(model, mesh["tensor"]), mesh=mesh["shard"])
     if kind == "fsdp" and dist.is_initialized():
         sharded(model)
     return model, logra.SketchOptimizer(model, **(SETTINGS | CASES[case]))
@@ -117,6 +127,31 @@ def test_resumed_on_one_two_and_four(workers, tmp_path):
         for results in workers.run(resumed, world_size, tmp_path, checkpoints=str(tmp_path), same=True):
             for (kind, case), result in results.items():
                 assert_same(saved[0][kind, case, True], result)
+
+
+def saved_on_meshes(rank, checkpoints):
+    """The state after a step, saved; and what another model on the same mesh makes of the files."""
+    found = {}
+    for kind in MESHES:
+        model, opt = build(kind, "split32", 1.0)
+        take_steps(model, opt, batch(), 1)
+        logra.checkpoint.save_sharded(f"{checkpoints}/{kind}", opt)
+        other, other_opt = build(kind, "split32", 1.5)
+        logra.checkpoint.load_sharded(f"{checkpoints}/{kind}", other_opt)
+        found[kind] = everything(model, opt), everything(other, other_opt)
+    return found
+
+
+def test_meshes_of_two_dimensions_come_back(workers, tmp_path):
+    """Fails if the copies of HSDP are lost, or if rows that FSDP2 and tensor parallelism both split come back in the order
+    in which they are held.
+    """
+    for found in workers.run(saved_on_meshes, 4, tmp_path, checkpoints=str(tmp_path)):
+        for kind, (saved, again) in found.items():
+            assert_same(saved, again)
+            model, opt = build("replicas", "split32", 1.5)
+            logra.checkpoint.load_sharded(tmp_path / kind, opt)
+            assert_same(saved, everything(model, opt))
 
 
 def failing(rank, checkpoints):

@@ -135,12 +135,18 @@ def _align(shorter: Sequence[Event], longer: Sequence[Event], growth: Fraction) 
     while index < len(shorter):
         num_equal = _common(shorter, longer, growth, index, index + shift)
         if num_equal == 0:
-            # A stretch that only the longer step has: go on where the two agree for longest.
+            # A stretch that only the longer step has, or one storage whose size follows another rule (a share of all
+            # weights): go on where the two agree for longest.
             lengths = [_common(shorter, longer, growth, index, index + later) for later in range(shift + 1, most + 1)]
-            if max(lengths, default=0) == 0:
-                return None
-            shift += 1 + lengths.index(max(lengths))
-            continue
+            longest = max(lengths, default=0)
+            if index + shift < len(longer) and _is_alike(shorter[index], longer[index + shift]):
+                after = _common(shorter, longer, growth, index + 1, index + 1 + shift)
+                num_equal = after + 1 if after >= longest else 0
+            if num_equal == 0:
+                if longest == 0:
+                    return None
+                shift += 1 + lengths.index(longest)
+                continue
         pairs += [(own, own + shift) for own in range(index, index + num_equal)]
         index += num_equal
     return pairs
@@ -152,6 +158,11 @@ def _common(shorter: Sequence[Event], longer: Sequence[Event], growth: Fraction,
     while own < len(shorter) and other < len(longer) and _agree(shorter[own], longer[other], growth):
         own, other = own + 1, other + 1
     return own - start
+
+
+def _is_alike(event: Event, other: Event) -> bool:
+    """Whether two events differ in size alone."""
+    return (event.phase, event.category, event.num_bytes < 0) == (other.phase, other.category, other.num_bytes < 0)
 
 
 def _agree(event: Event, other: Event, growth: Fraction) -> bool:

@@ -92,8 +92,14 @@ def save_sharded(folder: str | Path, optimizer: SketchOptimizer) -> None:
             marker = {"format_version": FORMAT_VERSION, "files": records}
             replace_text(folder / MARKER, json.dumps(marker, indent=2) + "\n")
 
+    def names() -> list[str]:
+        return sorted(path.name for path in folder.iterdir()) if distributed.rank() == 0 else []
+
     _on_all(write_rest, what)
-    records = _records(folder, sorted(path.name for path in folder.iterdir()), what)
+    listed = [_on_all(names, what)]
+    if distributed.num_processes() > 1:  # a shared file system may show the others an older list
+        dist.broadcast_object_list(listed)
+    records = _records(folder, listed[0], what)
     _on_all(write_marker, what)
 
 

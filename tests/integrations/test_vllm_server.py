@@ -121,7 +121,7 @@ def test_trl_sends_updates_to_the_server(server, train_with_trl, tools, probe, m
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["sync/rollout_version"] for entry in steps] == [0, 1, 2]
     assert all(0 < entry["sync/delivered_bytes"] < 5e6 for entry in steps[1:])
-    assert trainer.vllm_generation.num_anchors <= 1
+    assert trainer.vllm_generation.metrics()["sync/anchors"] <= 1
     assert all(entry["sampling/sampling_logp_difference/max"] < 1e-3 for entry in steps)
     trainer.vllm_generation.sync_weights()
     tools.save(trainer.model, model_folder, tmp_path / "model")

@@ -161,15 +161,12 @@ def _common(shorter: Sequence[Event], longer: Sequence[Event], growth: Fraction,
 
 
 def _is_alike(event: Event, other: Event) -> bool:
-    """Whether two events differ in size alone."""
+    """Whether two events differ in size at most."""
     return (event.phase, event.category, event.num_bytes < 0) == (other.phase, other.category, other.num_bytes < 0)
 
 
 def _agree(event: Event, other: Event, growth: Fraction) -> bool:
     """Whether they may be one event of both steps: the same size, or one that grows with the layers (a batch of all)."""
     size, other_size = abs(event.num_bytes), abs(other.num_bytes)
-    return (event.phase, event.category, event.num_bytes < 0) == (
-        other.phase,
-        other.category,
-        other.num_bytes < 0,
-    ) and (size == other_size or max(size, other_size) < _SMALL or size < other_size <= growth**2 * size)
+    is_size = size == other_size or max(size, other_size) < _SMALL or size < other_size <= growth**2 * size
+    return is_size and _is_alike(event, other)

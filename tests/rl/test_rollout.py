@@ -136,3 +136,10 @@ def test_a_fleet_in_trls_terms(monkeypatch):
 def test_settings_that_cannot_work_together_are_refused(fields, named):
     with pytest.raises(ConfigError, match=named):
         TrainConfig(output_dir="out", **(fields | {"rollout": RolloutConfig(**fields["rollout"])}))
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_workers", 0), ("worker_threads", 0), ("worker_gpus", -1)])
+def test_settings_of_workers_are_refused_by_the_name_of_the_flag(name, value):
+    """Fails if they are checked by `WorkersConfig` alone, which is built when the model has been loaded."""
+    with pytest.raises(ConfigError, match=f"rollout.{name}={value}"):
+        RolloutConfig(engine="ray", **{name: value})

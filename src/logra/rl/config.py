@@ -64,6 +64,11 @@ class RolloutConfig:
                 value,
                 "has an effect with rollout.engine=ray or ray_vllm only",
             )
+        for name in ("num_workers", "worker_threads"):
+            if getattr(self, name) is not None:
+                _require_integer(f"rollout.{name}", getattr(self, name), 1)
+        if self.worker_gpus is not None:
+            _require_number("rollout.worker_gpus", self.worker_gpus)
         _require_integer("rollout.num_prompts", self.num_prompts, 1, "prompts per step")
         _require_integer("rollout.num_samples", self.num_samples, 2, "samples of a group")
         _require_integer("rollout.max_new_tokens", self.max_new_tokens, 1, "tokens")

@@ -29,6 +29,11 @@ test-distributed: $(VENV)/.installed
 kill-test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m kill tests/rl/test_kill.py
 
+# The published case of 7B on four GPUs, planned by every method and compared with benchmarks/baselines; minutes.
+.PHONY: plan-test
+plan-test: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m plan tests/planner
+
 test-gpu: $(VENV)/.installed
 	$(BIN)/python -m pytest -m gpu
 

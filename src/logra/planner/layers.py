@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from logra.memory.categories import CATEGORIES
 from logra.memory.timeline import Event, Moments, PhasePeak, Report
@@ -22,8 +23,16 @@ from logra.phases import PHASES
 
 _FEWEST = 3
 """Layers of the smaller trace: the first and the last may differ from those between (prefetching, for one)."""
-_SMALL = 1 << 16
-"""Bytes below which two storages count as the same: a norm per layer grows with the layers."""
+_SMALL = 5e-6
+"""Share of the highest moment below which a storage is not aligned (it still counts)."""
+Placed = tuple[int, Event]
+"""An event and its position in the step."""
+_EQUAL, _NEAR, _DIFFERENT = 3, 2, -6
+"""Agreement of two events: of one size, of sizes as layers grow, of another kind. 0 for sizes apart."""
+_STRETCH = 8
+"""What a stretch that only the longer step has costs."""
+_ALIKE = 0.98
+"""Share of the events of a phase that must find their like."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +59,11 @@ def depths(config: Any) -> Depths | None:
     """Which layers to trace; None if the model has too few for that to save anything.
 
     Args:
-        config: transformers configuration. `layer_types`, where there are any, repeat with the period of the model.
+        config: transformers configuration. Kinds and parameters of layers repeat with the period of the model.
     """
-    whole = int(config.num_hidden_layers)
-    period = _period(getattr(config, "layer_types", None) or [""] * whole)
+    kinds = _kinds(config)
+    whole = len(kinds)
+    period = next(step for step in range(1, whole + 1) if kinds[step:] == kinds[: whole - step])
     smaller = whole % period
     while smaller < _FEWEST:
         smaller += period
@@ -61,10 +71,25 @@ def depths(config: Any) -> Depths | None:
     return found if smaller + found.larger < whole else None
 
 
-def _period(kinds: Sequence[str]) -> int:
-    return next(
-        step for step in range(1, len(kinds) + 1) if all(a == b for a, b in zip(kinds, kinds[step:], strict=False))
-    )
+def _kinds(config: Any) -> list[Any]:
+    """What tells layers apart: the kind that the configuration gives them, and their parameters."""
+    from transformers import AutoModelForCausalLM
+
+    whole = int(config.num_hidden_layers)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    layers = decoder_layers(model)
+    names = getattr(config, "layer_types", None) or [""] * whole
+    shapes = [[(name, tuple(value.shape)) for name, value in layer.named_parameters()] for layer in layers]
+    if len(shapes) != whole:
+        return list(range(whole))  # layers that are no list of modules: no two are known to be alike
+    return list(zip(names, shapes, strict=True))
+
+
+def decoder_layers(model: nn.Module) -> Sequence[nn.Module]:
+    """The first list of modules of a model; empty if it has none."""
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0)
+    return list(next(lists, ()))
 
 
 def with_layers(config: Any, num_layers: int) -> Any:
@@ -89,12 +114,13 @@ def continued(smaller: Moments, larger: Moments, depths: Depths) -> Report | Non
     num_periods, growth = depths.num_periods, Fraction(depths.larger, depths.smaller)
     smaller, larger = _ordered(smaller), _ordered(larger)
     before, after = _alive(smaller), _alive(larger)
-    pairs = _align(smaller.events, larger.events, growth)
-    backwards = _align(smaller.events[::-1], larger.events[::-1], growth)
-    if pairs is None or backwards is None:
+    least = _SMALL * float(before.sum(1).max()) if len(before) else 0.0
+    own_large, other_large = _large(smaller.events, least), _large(larger.events, least)
+    pairs = _align(own_large, other_large, growth)
+    backwards = _align(own_large[::-1], other_large[::-1], growth)
+    if not pairs or not backwards:
         return None
-    last, last_larger = len(smaller.events) - 1, len(larger.events) - 1
-    pairs += [(last - i, last_larger - j) for i, j in backwards]
+    pairs += backwards
     own, other = (torch.tensor(side) for side in zip(*pairs, strict=True))
     alive = before[own] + num_periods * (after[other] - before[own])
     phases = {}
@@ -129,44 +155,60 @@ def _alive(moments: Moments) -> Tensor:
     return changes.cumsum(0) + torch.tensor([moments.start.get(name, 0) for name in CATEGORIES])
 
 
-def _align(shorter: Sequence[Event], longer: Sequence[Event], growth: Fraction) -> list[tuple[int, int]] | None:
-    """The event of the longer step that each event of the shorter one is; None if they are not the same steps."""
-    pairs, index, shift, most = [], 0, 0, len(longer) - len(shorter)
-    while index < len(shorter):
-        num_equal = _common(shorter, longer, growth, index, index + shift)
-        if num_equal == 0:
-            # A stretch that only the longer step has, or one storage whose size follows another rule (a share of all
-            # weights): go on where the two agree for longest.
-            lengths = [_common(shorter, longer, growth, index, index + later) for later in range(shift + 1, most + 1)]
-            longest = max(lengths, default=0)
-            if index + shift < len(longer) and _is_alike(shorter[index], longer[index + shift]):
-                after = _common(shorter, longer, growth, index + 1, index + 1 + shift)
-                num_equal = after + 1 if after >= longest else 0
-            if num_equal == 0:
-                if longest == 0:
-                    return None
-                shift += 1 + lengths.index(longest)
-                continue
-        pairs += [(own, own + shift) for own in range(index, index + num_equal)]
-        index += num_equal
+def _large(events: Sequence[Event], least: float) -> list[Placed]:
+    return [(index, event) for index, event in enumerate(events) if abs(event.num_bytes) >= least]
+
+
+def _align(shorter: Sequence[Placed], longer: Sequence[Placed], growth: Fraction) -> list[tuple[int, int]] | None:
+    """The event of the longer step that each event of the shorter one is; None if they are not the same steps.
+
+    Of all ways to put stretches into the shorter step, the one with the most agreement, and the latest stretches.
+    """
+    pairs: list[tuple[int, int]] = []
+    phases, other_phases = _by_phase(shorter), _by_phase(longer)
+    if [name for name, _ in phases] != [name for name, _ in other_phases]:
+        return None
+    for (_, own), (_, other) in zip(phases, other_phases, strict=True):
+        found = _align_phase([event for _, event in own], [event for _, event in other], growth)
+        if found is None:
+            return None
+        pairs += [(own[i][0], other[j][0]) for i, j in found]
     return pairs
 
 
-def _common(shorter: Sequence[Event], longer: Sequence[Event], growth: Fraction, own: int, other: int) -> int:
-    """How many events agree from these positions on."""
-    start = own
-    while own < len(shorter) and other < len(longer) and _agree(shorter[own], longer[other], growth):
-        own, other = own + 1, other + 1
-    return own - start
+def _by_phase(events: Sequence[Placed]) -> list[tuple[str, list[Placed]]]:
+    return [(name, list(group)) for name, group in itertools.groupby(events, key=lambda placed: placed[1].phase)]
 
 
-def _is_alike(event: Event, other: Event) -> bool:
-    """Whether two events differ in size at most."""
-    return (event.phase, event.category, event.num_bytes < 0) == (other.phase, other.category, other.num_bytes < 0)
+def _align_phase(shorter: Sequence[Event], longer: Sequence[Event], growth: Fraction) -> list[tuple[int, int]] | None:
+    most = len(longer) - len(shorter)
+    if most < 0:
+        return None
+    kinds = {kind: index for index, kind in enumerate({_kind(event) for event in (*shorter, *longer)})}
+    sizes = np.array([abs(event.num_bytes) for event in longer])
+    kind = np.array([kinds[_kind(event)] for event in longer])
+    best, came_from = np.full(most + 1, -_STRETCH * len(shorter)), []
+    best[0] = 0
+    shifts = np.arange(most + 1)
+    for index, event in enumerate(shorter):
+        # The best way to arrive at each shift: a stretch that begins here, or none. On equal terms it begins here.
+        key = best * (most + 1) + shifts
+        arrive = np.maximum.accumulate(key[:-1]) if most else key[:0]
+        before, source = arrive // (most + 1) - _STRETCH, arrive % (most + 1)
+        begins = before >= best[1:]
+        came_from.append(np.concatenate(([0], np.where(begins, source, shifts[1:]))).astype(np.int32))
+        best[1:] = np.where(begins, before, best[1:])
+        size, other = abs(event.num_bytes), sizes[index : index + most + 1]
+        is_near = (other >= size) & (other <= float(growth) ** 2 * size)
+        agreement = np.where(other == size, _EQUAL, np.where(is_near, _NEAR, 0))
+        best += np.where(kind[index : index + most + 1] == kinds[_kind(event)], agreement, _DIFFERENT)
+    pairs, shift = [], most
+    for index in range(len(shorter) - 1, -1, -1):
+        if _kind(shorter[index]) == _kind(longer[index + shift]):
+            pairs.append((index, index + shift))
+        shift = int(came_from[index][shift])
+    return pairs[::-1] if len(pairs) >= _ALIKE * len(shorter) else None
 
 
-def _agree(event: Event, other: Event, growth: Fraction) -> bool:
-    """Whether they may be one event of both steps: the same size, or one that grows with the layers (a batch of all)."""
-    size, other_size = abs(event.num_bytes), abs(other.num_bytes)
-    is_size = size == other_size or max(size, other_size) < _SMALL or size < other_size <= growth**2 * size
-    return is_size and _is_alike(event, other)
+def _kind(event: Event) -> tuple[str, bool]:
+    return event.category, event.num_bytes < 0

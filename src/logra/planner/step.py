@@ -27,7 +27,7 @@ from logra.errors import ConfigError, LograError
 from logra.memory import Ledger, Report
 from logra.memory.timeline import Moments
 from logra.optim import SketchOptimizer
-from logra.planner.layers import continued, depths, with_layers
+from logra.planner.layers import continued, decoder_layers, depths, with_layers
 from logra.planner.options import PlanOptions
 from logra.planner.stand_in import StandIn
 from logra.sketch.experts import Expert
@@ -227,10 +227,7 @@ def _shard(model: nn.Module, mesh: DeviceMesh, options: PlanOptions) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if options.precision == "bf16" else None)
-    layers: Any = next(
-        (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0), ()
-    )
-    for layer in layers:
+    for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 

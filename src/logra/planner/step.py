@@ -49,7 +49,8 @@ def trace(config: Any, method: str, options: PlanOptions) -> Report:
     Raises:
         ConfigError: the model's forward cannot be traced, or its layers do not follow from each other.
     """
-    found = None if options.every_layer else depths(config)
+    with _explained(config, method):
+        found = None if options.every_layer else depths(config)
     if found is None:
         return _traced(config, method, options)[0]
     smaller, larger = (
@@ -69,8 +70,18 @@ def _traced(config: Any, method: str, options: PlanOptions) -> tuple[Report, Mom
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        with _process_group(options.num_gpus), _quiet():
+        with _explained(config, method), _process_group(options.num_gpus), _quiet():
             return _Step(config, method, options).run()
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def _explained(config: Any, method: str) -> Iterator[None]:
+    """Turns what a model raises into an error that names it."""
+    try:
+        yield
     except LograError:
         raise
     except Exception as error:
@@ -80,9 +91,6 @@ def _traced(config: Any, method: str, options: PlanOptions) -> tuple[Report, Mom
             f"model: the step of a {kind} model with method={method} cannot be traced ({type(error).__name__}: "
             f"{text[:300]})"
         ) from error
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class _Step:

@@ -21,8 +21,9 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
+# Several processes over gloo, and what starts them: torchrun, accelerate launch, Ray.
 test-distributed: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m distributed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "distributed or launch"
 
 # Kills runs with SIGKILL at 62 random points and resumes them; a few minutes on two idle cores.
 .PHONY: kill-test

@@ -32,7 +32,7 @@ def launch(config: str, folder: Path) -> list[list[dict]]:
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
-@pytest.mark.distributed
+@pytest.mark.launch
 @pytest.mark.timeout(900)
 def test_the_example_trains_alike_on_replicas_and_on_shards(tmp_path):
     """Fails if a process decides alone that there is nothing to price (the second has no signal), if the model is wrapped

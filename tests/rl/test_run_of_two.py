@@ -235,7 +235,7 @@ def test_a_folder_that_is_taken_ends_both(workers, model_folder, tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
 
 
-@distributed_test
+@pytest.mark.launch
 @pytest.mark.timeout(600)
 def test_the_documented_command(model_folder, tmp_path):
     """torchrun itself, from the command to a log that replays."""

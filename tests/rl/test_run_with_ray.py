@@ -138,7 +138,7 @@ def test_a_run_does_not_depend_on_the_number_of_workers_and_goes_on_exactly(run_
     assert_same_run(resumed, two)
 
 
-@pytest.mark.distributed
+@pytest.mark.launch
 def test_workers_that_are_killed_start_again_and_the_run_is_the_same(run, run_here, monkeypatch):
     """Both of two Ray actors die while they sample. Fails if a step or a group is lost with them, or if a worker that
     started again serves without catching up.
@@ -166,7 +166,7 @@ def test_workers_that_are_killed_start_again_and_the_run_is_the_same(run, run_he
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # Ray's own handler would end a run in a step
 
 
-@pytest.mark.distributed
+@pytest.mark.launch
 def test_a_worker_that_cannot_be_built_says_why(tmp_path):
     pool = ray_pool.RayPool(WorkerSettings(model="x", generation={}), DirectoryLog(tmp_path / "none"), num_workers=1)
     fleet = Fleet(pool)

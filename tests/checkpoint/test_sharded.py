@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import logra
-from logra.checkpoint import load_sharded, save_sharded
+from logra.checkpoint import load_sharded, save_sharded, sharded
 from logra.errors import CheckpointError, ConfigError
 
 
@@ -63,6 +63,18 @@ def test_tied_weights_are_saved_once_and_come_back(tmp_path):
 def test_a_folder_with_files_is_not_written_to(saved):
     with pytest.raises(CheckpointError, match="not empty"):
         save_sharded(saved, build()[1])
+
+
+def test_files_are_made_durable_by_saving_alone(monkeypatch, tmp_path):
+    synced = []
+    monkeypatch.setattr(sharded, "fsync", synced.append)
+    _, opt = build()
+    folder = tmp_path / "checkpoint"
+    save_sharded(folder, opt)
+    assert sorted(synced) == sorted([folder, *(path for path in folder.iterdir() if path.name != "COMPLETE")])
+    synced.clear()
+    load_sharded(folder, opt)
+    assert synced == []
 
 
 def cut(folder):

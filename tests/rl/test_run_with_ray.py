@@ -147,7 +147,7 @@ def test_workers_that_are_killed_start_again_and_the_run_is_the_same(run, run_he
 
     def killing(pool, worker, groups, version):
         if version == 2 and not pids:
-            pids.extend(status.pid for status in pool.status())
+            pids.extend(ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in pool._actors]))
         pid = pids[worker] if version == 2 else None
         if pid is None:
             return submit(pool, worker, groups, version)
@@ -168,13 +168,17 @@ def test_workers_that_are_killed_start_again_and_the_run_is_the_same(run, run_he
 
 @pytest.mark.launch
 def test_a_worker_that_cannot_be_built_says_why(tmp_path):
-    pool = ray_pool.RayPool(WorkerSettings(model="x", generation={}), DirectoryLog(tmp_path / "none"), num_workers=1)
-    fleet = Fleet(pool)
+    pool = ray_pool.RayPool(
+        WorkerSettings(model="x", generation={}), DirectoryLog(tmp_path / "none"), num_workers=1, max_restarts=10
+    )
+    fleet = Fleet(pool, timeout_s=600)
     with pytest.raises(SyncError, match=r"none is left.*the log has not begun"):
         fleet.sample([Group((1,), 2, 3)], 0)
     fleet.close()
     with pytest.raises(ConfigError, match=r"they reserve 50 CPUs, Ray has 2"):
-        ray_pool.RayPool(WorkerSettings(model="x", generation={}), DirectoryLog(tmp_path / "none"), num_workers=50)
+        ray_pool.RayPool(
+            WorkerSettings(model="x", generation={}), DirectoryLog(tmp_path / "none"), num_workers=50, max_restarts=10
+        )
 
 
 def test_a_missing_ray_is_named_before_the_model_loads(run, monkeypatch):

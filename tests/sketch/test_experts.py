@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import logra
-from logra.errors import CaptureError, TargetError
+from logra.errors import CaptureError, LograError, TargetError
 from logra.sketch import reference
 from logra.sketch.targets import find_targets
 
@@ -258,3 +258,13 @@ def test_frozen_and_replaced_experts():
     model.model.layers[1].mlp.experts.forward = lambda *args: args[0]
     with pytest.raises(TargetError, match="was replaced"):
         find_targets(model, "down_proj")
+
+
+def test_a_replica_of_sharded_experts_is_refused_by_name(monkeypatch):
+    """Played: `fully_shard` needs processes (tests/distributed/test_experts.py says what it does to a trainer)."""
+    model = make_model()
+    monkeypatch.setattr(logra.sync.layout, "is_sharded", lambda parameter: parameter.ndim == 3)
+    with pytest.raises(
+        LograError, match=r"'model.layers.0.mlp.experts.gate_up_proj'.*sharded.*whole model in one process"
+    ):
+        logra.sync.Replica(model)

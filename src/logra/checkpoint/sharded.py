@@ -66,7 +66,7 @@ def save_sharded(folder: str | Path, optimizer: SketchOptimizer) -> None:
 
     folder = Path(folder)
     what = f"checkpoint {str(folder)!r} cannot be written"
-    _on_all(lambda: _make(folder) if distributed.rank() == 0 else None, what)
+    on_all(lambda: _make(folder) if distributed.rank() == 0 else None, what)
     shards.reshard(optimizer.model)
     tensors, scalars = _weights(optimizer.model), {}
     for fqn, parameter in _parameters(optimizer).items():
@@ -95,12 +95,13 @@ def save_sharded(folder: str | Path, optimizer: SketchOptimizer) -> None:
     def names() -> list[str]:
         return sorted(path.name for path in folder.iterdir()) if distributed.rank() == 0 else []
 
-    _on_all(write_rest, what)
-    listed = [_on_all(names, what)]
+    on_all(write_rest, what)
+    listed = [on_all(names, what)]
     if distributed.num_processes() > 1:  # a shared file system may show the others an older list
         dist.broadcast_object_list(listed)
+    on_all(lambda: _make_durable(folder, listed[0]), what)
     records = _records(folder, listed[0], what)
-    _on_all(write_marker, what)
+    on_all(write_marker, what)
 
 
 def load_sharded(folder: str | Path, optimizer: SketchOptimizer) -> None:
@@ -122,7 +123,7 @@ def load_sharded(folder: str | Path, optimizer: SketchOptimizer) -> None:
 
     folder = Path(folder)
     what = f"checkpoint {str(folder)!r} cannot be read"
-    files = _on_all(lambda: _marked_files(folder), what)
+    files = on_all(lambda: _marked_files(folder), what)
     if _records(folder, list(files), what) != files:
         raise CheckpointError(f"{what}: a file is not what was written (size or SHA-256 differs)")
     shards.reshard(optimizer.model)
@@ -136,7 +137,7 @@ def load_sharded(folder: str | Path, optimizer: SketchOptimizer) -> None:
             state.setdefault(fqn, {}).update(values)
         return tensors, state, saved["param_groups"]
 
-    tensors, state, groups = _on_all(plan, what)
+    tensors, state, groups = on_all(plan, what)
     with _dcp(what):
         load(tensors, storage_reader=reader, no_dist=distributed.num_processes() == 1)
     own = optimizer.state_dict()
@@ -239,16 +240,19 @@ def _marked_files(folder: Path) -> dict[str, Any]:
     return files
 
 
+def _share(names: list[str]) -> list[str]:
+    return names[distributed.rank() :: distributed.num_processes()]
+
+
+def _make_durable(folder: Path, names: list[str]) -> None:
+    """Every process its share of the files."""
+    for path in (*(folder / name for name in _share(names)), folder):
+        fsync(path)
+
+
 def _records(folder: Path, names: list[str], what: str) -> dict[str, Any]:
-    """Size and digest of files as they are on disk, durable; every process reads its share of them."""
-    own = names[distributed.rank() :: distributed.num_processes()]
-
-    def read() -> dict[str, Any]:
-        for path in (*(folder / name for name in own), folder):
-            fsync(path)
-        return {name: file_record(folder / name) for name in own}
-
-    found = _on_all(read, what)
+    """Size and digest of files as they are on disk; every process reads its share of them."""
+    found = on_all(lambda: {name: file_record(folder / name) for name in _share(names)}, what)
     if distributed.num_processes() == 1:
         return found
     gathered: list[dict[str, Any]] = [{}] * distributed.num_processes()
@@ -256,7 +260,7 @@ def _records(folder: Path, names: list[str], what: str) -> dict[str, Any]:
     return {name: record for part in gathered for name, record in part.items()}
 
 
-def _on_all(action: Callable[[], _T], what: str) -> _T:
+def on_all(action: Callable[[], _T], what: str) -> _T:
     """The result of an action without collectives. If it fails on one process, all of them raise.
 
     Raises:

@@ -26,8 +26,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from logra import distributed
 from logra.checkpoint import load_sharded, save_sharded, tree
-from logra.checkpoint.store import replace_text
-from logra.errors import ConfigError
+from logra.checkpoint.sharded import on_all
+from logra.checkpoint.store import fsync, replace_text
+from logra.errors import CheckpointError, ConfigError
 from logra.optim import SketchOptimizer
 
 _SHARDS, _SCHEDULER = "sharded", "scheduler.json"
@@ -111,21 +112,51 @@ def save_state(folder: str, optimizer: SketchOptimizer, scheduler: Any) -> None:
     Raises:
         CheckpointError: see `logra.checkpoint.save_sharded`.
     """
-    if distributed.rank() == 0:  # transformers writes over a checkpoint that a run had left before it was resumed
-        shutil.rmtree(Path(folder, _SHARDS), ignore_errors=True)
-    save_sharded(Path(folder, _SHARDS), optimizer)
+    shards = Path(folder, _SHARDS)
+    new, old = shards.with_name(f"{_SHARDS}.new"), shards.with_name(f"{_SHARDS}.old")
     if distributed.rank() == 0:
+        shutil.rmtree(new, ignore_errors=True)
+    save_sharded(new, optimizer)
+
+    def put_in_place() -> None:
+        """Transformers writes over a checkpoint that a run had left before it was resumed: its shards stay until here."""
+        if distributed.rank() > 0:
+            return
         replace_text(Path(folder, _SCHEDULER), tree.encode(scheduler.state_dict())[0])
+        if shards.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            shards.rename(old)
+        new.rename(shards)
+        fsync(shards.parent)
+        shutil.rmtree(old, ignore_errors=True)
+
+    on_all(put_in_place, f"checkpoint {folder!r} cannot be written")
 
 
 def load_state(folder: str, optimizer: SketchOptimizer, scheduler: Any) -> None:
     """Take over what `save_state` added, on any number of processes.
 
     Raises:
-        CheckpointError: see `logra.checkpoint.load_sharded`.
+        CheckpointError: the scheduler's file is missing or damaged; else see `logra.checkpoint.load_sharded`. Nothing has
+            been changed then.
     """
+
+    def read_scheduler() -> dict[str, Any]:
+        path = Path(folder, _SCHEDULER)
+        try:
+            saved = tree.decode(path.read_text(encoding="utf-8"), {})
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{str(path)!r} is missing or damaged ({error})") from error
+        wanted = {name for name in scheduler.state_dict() if not name.startswith("_")}
+        if not isinstance(saved, dict) or not wanted <= saved.keys():
+            raise CheckpointError(
+                f"{str(path)!r} is not the state of a {type(scheduler).__name__}: it needs {sorted(wanted)}"
+            )
+        return saved
+
+    saved = on_all(read_scheduler, f"checkpoint {folder!r} cannot be read")
     load_sharded(Path(folder, _SHARDS), optimizer)
-    scheduler.load_state_dict(tree.decode(Path(folder, _SCHEDULER).read_text(encoding="utf-8"), {}))
+    scheduler.load_state_dict(saved)
 
 
 def is_set(name: str) -> bool:

@@ -177,7 +177,8 @@ def module_layout(model: nn.Module) -> dict[str, Placement]:
     every expert (see `logra.sketch.experts`).
 
     Raises:
-        LograError: a parameter is quantised, on the meta device, or sharded in a way that is no rectangle.
+        LograError: a parameter is quantised, on the meta device, or sharded in a way that is no rectangle, as fused weights
+            of experts are whenever they are sharded.
     """
     reshard(model)
     layout: dict[str, Placement] = {}
@@ -187,7 +188,13 @@ def module_layout(model: nn.Module) -> dict[str, Placement]:
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            if not is_sharded(parameter) and name.rpartition(".")[2] in fused_weights(module):
+            if name.rpartition(".")[2] in fused_weights(module):
+                if is_sharded(parameter):
+                    raise LograError(
+                        f"{name!r}: fused weights of experts are followed expert by expert, and this one is sharded (FSDP2, "
+                        f"tensor parallelism). Let the replica hold the whole model in one process, or leave the experts "
+                        f"out of what is sharded."
+                    )
                 for index in range(len(parameter)):
                     layout[slice_name(name, index)] = _placement(name, parameter.detach()[index], transposed=False)
                 continue

@@ -4,6 +4,7 @@
     it is behind the version asked for     its samples are refused; it is asked again when the log may have grown
     it is ahead                            its samples are refused, and it is started again from the base model
     nobody answers                         the workers that are busy are started again, once
+    it meets an error of its own           the call raises it; the worker can be asked again
 
 Contract: `sample` returns every sample of every group, each of the version that was asked for, in the order of the groups,
 or raises. Groups carry their seeds, so the samples are the same whichever worker draws them.
@@ -54,7 +55,16 @@ class Gone:
     reason: str
 
 
-Event = Answered | Joined | Lost | Gone
+@dataclass(frozen=True)
+class Failed:
+    """A worker, or what runs it, met an error that no restart helps. The worker can be asked again."""
+
+    worker: int
+    reason: str
+    error: Exception
+
+
+Event = Answered | Joined | Lost | Gone | Failed
 
 
 class Pool(Protocol):
@@ -75,11 +85,7 @@ class Pool(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> Event | None:
-        """The next event; None if there was none in this time.
-
-        Raises:
-            SyncError: a worker met an error of its own.
-        """
+        """The next event; None if there was none in this time."""
         ...
 
     def close(self) -> None:
@@ -99,11 +105,11 @@ class Fleet:
             otherwise for one group after the other, so that the fastest worker draws most.
 
     Example:
-        >>> fleet = Fleet(RayPool(settings, log, num_workers=2))
+        >>> fleet = Fleet(RayPool(settings, log, num_workers=2, max_restarts=10), timeout_s=600)
         >>> samples = fleet.sample([Group(prompt_ids=(5, 7), num_samples=8, seed=1)], version=opt.version)
     """
 
-    def __init__(self, pool: Pool, *, timeout_s: float = 600.0, retry_s: float = 0.2, in_shares: bool = False) -> None:
+    def __init__(self, pool: Pool, *, timeout_s: float, retry_s: float = 0.2, in_shares: bool = False) -> None:
         self._pool = pool
         self._timeout_s, self._retry_s, self._in_shares = timeout_s, retry_s, in_shares
         self._idle = set(range(pool.num_workers))
@@ -128,7 +134,8 @@ class Fleet:
             The samples of all groups, in order.
 
         Raises:
-            SyncError: no worker is left, none answers, none comes to this version, or one met an error of its own.
+            SyncError: no worker is left, or none answers; or none comes to this version, one met an error of its own, or one
+                drew another number of samples: after these three the fleet can be asked again.
         """
         self.catch_up_s, self._behind_since, self._was_silent = 0.0, None, False
         drawn: dict[int, Sequence[Sample]] = {}
@@ -153,6 +160,9 @@ class Fleet:
                 if self._accept(event, requests[index], version):
                     drawn[index] = event.answer.samples
                     continue
+            elif index is not None and isinstance(event, Failed):
+                self._idle.add(event.worker)
+                raise SyncError(f"rollout worker {event.worker}: {event.reason}") from event.error
             else:
                 self._note(event, version)
             if index is not None:
@@ -172,12 +182,19 @@ class Fleet:
             self._idle.add(worker)
             self._behind_since, self._was_silent = None, False
             return True
+        if answer.version == version and len(answer.samples) != num_samples:
+            self._idle.add(worker)
+            raise SyncError(
+                f"rollout worker {worker} drew {len(answer.samples)} samples with version {version}, and {num_samples} were "
+                f"asked for: does it run another version of logra?"
+            )
         self.num_refused += num_samples
         if answer.version > version:
             logger.warning("rollout worker %d is at version %d, ahead of %d: it starts again from the base model",
                            worker, answer.version, version)  # fmt: skip
             self._pool.restart(worker, version)
             return False
+        self._idle.add(worker)
         now = time.monotonic()
         self._behind_since = self._behind_since or now
         if now - self._behind_since > self._timeout_s:
@@ -186,13 +203,15 @@ class Fleet:
                 f"log that it reads has not come to that version in {self._timeout_s:g} s. Is it the log of this run?"
             )
         time.sleep(self._retry_s)
-        self._idle.add(worker)
         return False
 
     def _note(self, event: Event, version: int) -> None:
         """What an event without samples for this call says of its worker."""
         match event:
             case Joined(worker) | Answered(worker):  # the latter is left over from a call that was interrupted
+                self._idle.add(worker)
+            case Failed(worker, reason):  # asked for samples, it meets the same error again if that persists
+                logger.warning("rollout worker %d: %s", worker, reason)
                 self._idle.add(worker)
             case Lost(worker, reason):
                 logger.warning("rollout worker %d died and is started again: %s", worker, reason)

@@ -53,21 +53,6 @@ class Answer:
     catch_up_s: float
 
 
-@dataclass(frozen=True)
-class Status:
-    """Where a worker runs, and what it holds.
-
-    Attributes:
-        pid: its process.
-        node: the machine's name.
-        version: of its policy.
-    """
-
-    pid: int
-    node: str
-    version: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings:
     """How a worker loads and samples.

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from logra.errors import ConfigError, LograError, SyncError
-from logra.integrations.ray.fleet import Answered, Event, Gone, Joined, Lost
-from logra.integrations.ray.messages import Group, Status, WorkerSettings
+from logra.errors import ConfigError, LograError
+from logra.integrations.ray.fleet import Answered, Event, Failed, Gone, Joined, Lost
+from logra.integrations.ray.messages import Group, WorkerSettings
 from logra.integrations.ray.worker import RolloutWorker
 from logra.sync.protocols import UpdateLog
 
@@ -44,7 +44,7 @@ class RayPool:
         *,
         num_workers: int,
         num_gpus: float = 0.0,
-        max_restarts: int = 10,
+        max_restarts: int,
     ) -> None:
         require_ray()
         _connect(num_workers * settings.num_threads)
@@ -83,12 +83,6 @@ class RayPool:
         ready, _ = ray.wait(list(self._waiting_for), num_returns=1, timeout=timeout_s)
         return self._event(ready[0]) if ready else None
 
-    def status(self) -> list[Status]:
-        """Where the workers run and which version they hold; waits for those that are being started."""
-        import ray
-
-        return ray.get([actor.join.options(max_task_retries=-1).remote(0) for actor in self._actors])
-
     def close(self) -> None:
         """See `Pool.close`."""
         import ray
@@ -99,7 +93,14 @@ class RayPool:
 
     def _event(self, ref: Any) -> Event:
         import ray
-        from ray.exceptions import RayActorError, RayTaskError
+        from ray.exceptions import (
+            NodeDiedError,
+            ObjectLostError,
+            OutOfMemoryError,
+            RayActorError,
+            RayError,
+            RayTaskError,
+        )
 
         worker, joins = self._waiting_for.pop(ref)
         try:
@@ -107,16 +108,20 @@ class RayPool:
         except RayTaskError as error:
             cause = error.cause
             kind = "" if isinstance(cause, LograError) else f"{type(cause).__name__}: "
-            raise SyncError(f"rollout worker {worker}: {kind}{cause}") from error
+            return Failed(worker, f"{kind}{cause}", error)
         except RayActorError as error:
             # Only a call that waits for the restart can tell that there is none.
             return Gone(worker, _reason(error)) if joins else Lost(worker, _reason(error))
+        except (NodeDiedError, ObjectLostError, OutOfMemoryError) as error:
+            return Lost(worker, f"{type(error).__name__}: {_reason(error)}")
+        except RayError as error:
+            return Failed(worker, f"{type(error).__name__}: {_reason(error)}", error)
         return Joined(worker) if joins else Answered(worker, result)
 
 
 def _reason(error: Exception) -> str:
     """One line of what Ray says: where the worker could not be built, the error that it met."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
+    lines = [line for line in str(error).splitlines() if line.strip()] or ["Ray gives no reason"]
     return lines[-1] if "creation task" in lines[0] else lines[0]
 
 

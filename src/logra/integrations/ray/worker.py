@@ -3,8 +3,6 @@
 Contract: groups are sampled with exactly the version that was asked for, or not at all.
 """
 
-import os
-import socket
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -12,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from logra.errors import SyncError
-from logra.integrations.ray.messages import Answer, Group, Sample, Status, WorkerSettings
+from logra.integrations.ray.messages import Answer, Group, Sample, WorkerSettings
 from logra.sync import Manifest
 from logra.sync.protocols import UpdateLog
 
@@ -54,12 +52,11 @@ class RolloutWorker:
         self._log = log
         self.engine = build_engine(settings, manifest)
 
-    def join(self, version: int) -> Status:
+    def join(self, version: int) -> None:
         """Catch up from the log, up to `version` or as far as the log goes."""
         target = min(version, self._log.latest())
         if target >= self.engine.version:
             self.engine.catch_up(self._log, target)
-        return Status(os.getpid(), socket.gethostname(), self.engine.version)
 
     def sample(self, groups: Sequence[Group], version: int) -> Answer:
         """Draw the samples of some groups with this version of the policy."""

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,8 @@ def one_run(work, name, *, sampler=False, **settings):
         "shown": output.getvalue(),
         "interrupted": outcome.interrupted,
         "leads": outcome.leads,
+        "encoded": "num_bytes" in vars(trainer.sketch_optimizer.last_update),
+        "bytes": trainer.state.log_history[-2]["sync/bytes"],
     }
 
 
@@ -109,13 +112,18 @@ def draw_by_row(trainer):
     torch.multinomial, trainer._generate_single_turn = draw, generate_anew
 
 
-def runs(rank, work, each):
-    """Runs one after the other."""
-    return [one_run(work, **settings) for settings in each]
+def runs(rank, work, each, failing=None):
+    """Runs one after the other, and what `failed_run` returns of a last one."""
+    ended = [one_run(work, **settings) for settings in each]
+    return ended if failing is None else (ended, failed_run(rank, work, failing))
 
 
 def failed_run(rank, work, settings):
-    """Type and message of the error that the run ended with."""
+    """Type and message of the error that the run ended with. `models` has one for each process."""
+    if "models" in settings:
+        settings = {name: value for name, value in settings.items() if name != "models"} | {
+            "model": settings["models"][rank]
+        }
     try:
         train(config(work, **settings), Console(file=io.StringIO()))
     except Exception as error:
@@ -149,15 +157,22 @@ def assert_the_log_leads_to(folder, model_folder, weights):
 @distributed_test
 def test_stopped_by_one_process_and_resumed_by_two_ends_with_the_same_bits(workers, model_folder, tmp_path):
     """SIGTERM reaches process 1 alone. Fails (or hangs) if process 0 goes on without it, or if a process resumes with the
-    generators of another.
+    generators of another. Then a second Ctrl-C reaches process 1 alone, and process 0 has to say so.
     """
     stop = {"at": 2, "action": "os.kill(os.getpid(), signal.SIGTERM)"}
     each = [{"name": "whole"}, {"name": "stopped", **stop}, {"name": "stopped", **stop, "resume": "auto"}]
-    first, second = workers.run(runs, 2, tmp_path, work=str(tmp_path), each=each)
+    interrupted = {"name": "interrupted", "at": 2, "action": "raise KeyboardInterrupt('a second Ctrl-C')"}
+    (first, error), (second, no_error) = workers.run(
+        runs, 2, tmp_path, work=str(tmp_path), each=each, failing=interrupted
+    )
+    assert no_error is None
+    assert error == ("OtherProcessError", "the run was ended by process 1: KeyboardInterrupt: a second Ctrl-C")
     for mine, others in zip(first, second, strict=True):
         assert_same_weights(mine["weights"], others["weights"])
         assert (mine["leads"], others["leads"], others["shown"]) == (True, False, "")
         assert mine["version"] == others["version"]
+        # Only the process that writes the log makes packets.
+        assert (others["encoded"], others["bytes"]) == (False, mine["bytes"])
         assert mine["seed"] != others["seed"]
     whole, stopped, resumed = first
     assert [run["interrupted"] for run in first] == [run["interrupted"] for run in second] == [False, True, False]
@@ -205,8 +220,22 @@ def test_one_and_two_processes_take_the_same_steps_and_follow_each_other(workers
 
 
 @distributed_test
-def test_one_goes_on_where_two_were(workers, model_folder, tmp_path):
-    workers.run(runs, 2, tmp_path, work=str(tmp_path), each=[{"name": "run", "num_steps": 1}])
+def test_one_goes_on_where_two_were(workers, model, model_folder, tmp_path):
+    """Between them two processes with different copies of the model try to replace the run: it has to survive."""
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1
+    model.save_pretrained(tmp_path / "other-model")
+    shutil.copytree(
+        model_folder, tmp_path / "other-model", ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True
+    )
+    models = [str(model_folder), str(tmp_path / "other-model")]
+    errors = workers.run(
+        runs, 2, tmp_path, work=str(tmp_path), each=[{"name": "run", "num_steps": 1}],
+        failing={"name": "run", "overwrite": True, "models": models},
+    )  # fmt: skip
+    for _, (kind, message) in errors:
+        assert kind == "ConfigError"
+        assert "the weights of process 1 are not those of process 0" in message
     resumed = one_run(tmp_path, "run", num_steps=2, resume="auto")
     assert "the checkpoint is of 2 processes, and 1 go on" in resumed["shown"]
     assert [step["step"] for step in records(tmp_path / "run")] == [1, 2]
@@ -239,7 +268,9 @@ def test_a_folder_that_is_taken_ends_both(workers, model_folder, tmp_path):
 @pytest.mark.timeout(600)
 def test_the_documented_command(model_folder, tmp_path):
     """torchrun itself, from the command to a log that replays."""
-    config(tmp_path, "run")
+    group = "__import__('torch').distributed.group.WORLD"
+    patient = f"assert {group}._get_backend(__import__('torch').device('cpu')).options._timeout.total_seconds() == 7200"
+    config(tmp_path, "run", at=1, action=patient)
     arguments = [
         "--output-dir", "run", "--model", str(model_folder), "--task", "run.py", "--run.device", "cpu",
         "--run.num-steps", "2", "--rollout.num-prompts", "2", "--rollout.num-samples", "2",

@@ -5,25 +5,32 @@ run folder, the log of updates and the checkpoints, shows the run, and decides w
 
 An error of one process ends all. It is put into the launcher's store before the process leaves; the others, whose next
 collective fails for want of a partner (or which the launcher stops), find it there and end with it. Nothing is left waiting.
+An error that all of them meet stays what it is on each.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from logra import distributed
 from logra.errors import ConfigError, OtherProcessError
+from logra.sync.anchor import digest_of
 
 if TYPE_CHECKING:
     from logra.rl.config import TrainConfig
 
 _LAUNCHER = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _STORE_TIMEOUT = timedelta(seconds=5)
+_COLLECTIVE_TIMEOUT = timedelta(hours=2)
+"""Of the group. Torch's own, 10 minutes with NCCL, would end a healthy run: process 0 alone writes checkpoints and the model,
+which takes longer on a slow disk, while the others wait for it. Whoever waits for a dead process is stopped by the launcher.
+"""
 _T = TypeVar("_T")
 
 
@@ -52,16 +59,48 @@ def joined(config: "TrainConfig") -> Iterator[None]:
         )
     from accelerate import PartialState
 
-    PartialState(cpu=on_cpu)
+    PartialState(cpu=on_cpu, timeout=_COLLECTIVE_TIMEOUT)
     try:
         _require_suitable(config)
         yield
     except BaseException as error:
-        own = f"process {distributed.rank()}: {type(error).__name__}: {error}"
-        first = _first_error(own)
-        if first != own and not isinstance(error, KeyboardInterrupt):
+        own = _described(error)
+        first = _first_error(f"process {distributed.rank()}: {own}")
+        if first.partition(": ")[2] != own and not isinstance(error, KeyboardInterrupt):
             raise OtherProcessError(f"the run was ended by {first}") from error
         raise
+
+
+def announce(error: BaseException) -> None:
+    """Tell the other processes why this one leaves them, where the error does not leave `joined`."""
+    if distributed.num_processes() > 1:
+        _first_error(f"process {distributed.rank()}: {_described(error)}")
+
+
+def require_same_weights(model: str, parameters: Mapping[str, Tensor]) -> None:
+    """Refuse to go on from different copies of a model. All processes must call it: where one returns, all have come so far.
+
+    Args:
+        model: as the user gave it.
+        parameters: {name: what this process starts from}.
+
+    Raises:
+        ConfigError: on all processes, if the weights of two of them differ.
+    """
+    if distributed.num_processes() == 1:
+        return
+    digests: list = [None] * distributed.num_processes()
+    dist.all_gather_object(digests, digest_of(parameters))
+    others = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise ConfigError(
+            f"model={model!r}: the weights of process {', '.join(others)} are not those of process 0. Give every machine the "
+            f"same copy of the model, or a path that all of them see"
+        )
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def from_leader(action: Callable[[], _T]) -> _T:

@@ -167,11 +167,11 @@ class StopOnInterrupt(TrainerCallback):
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
+        name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
         if self._asked_at is not None:
             # Schedulers signal the launcher and its processes, and the launcher passes it on.
             if distributed.num_processes() > 1 and now - self._asked_at < _ECHO_S:
                 return
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(f"a second {name}")
         self._asked_at = now
-        name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
         self._display.say(f"{name}: stopping after this step. A second one stops at once.")

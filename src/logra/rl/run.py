@@ -1,8 +1,9 @@
 """A run of `logra train`, from a configuration to a folder of results.
 
 Order: whatever can be wrong with the folder, the task and the settings is found before the model is loaded; a run that is
-to be replaced is removed when the trainer of the new one stands, and the configuration is written then; every step is on
-disk when the next begins, and checkpoints are written last of all; the trained model is on disk before it is scored.
+to be replaced is removed when the trainer of the new one stands on all processes, and the configuration is written then;
+every step is on disk when the next begins, and checkpoints are written last of all; the trained model is on disk before it
+is scored.
 
 Under torchrun every process runs this on its part of the prompts, and process 0 alone writes and shows (`rl.processes`).
 """
@@ -130,6 +131,7 @@ class _Run:
         self._origin = find_origin(config, folder, store, task)
         display.say(f"Loading {config.model}")
         model, self._tokenizer = load_model(config, task)
+        parameters = dict(model.named_parameters())  # without the adapters that LoRA adds
         self._trainer = build_trainer(
             config,
             model,
@@ -160,6 +162,7 @@ class _Run:
                 stop_requested=lambda: self._stopper.requested,
                 say=display.say,
             )
+        processes.require_same_weights(config.model, parameters)
         self._begin()
 
     def _begin(self) -> None:
@@ -276,7 +279,8 @@ class _Run:
         try:
             with self._stopper.installed(), self._display, self._memory.recording():
                 self._run_steps()
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
+            processes.announce(interrupt)
             self._stopper.requested = True
             return True
         except Exception:

@@ -242,13 +242,18 @@ class GRPOTrainer(ProbedGRPOTrainer):
             metrics["trust/mismatch"] = self._mismatch
         update = optimizer.last_update
         with phase("sync"):
-            if self._publisher is not None and self.is_world_process_zero() and update is not None:
-                update = self._publisher.publish(update)
-                metrics |= self._publisher.metrics()
-            else:  # encodes the packet, which the publisher has done above
-                metrics["sync/bytes"] = float(update.num_bytes if update else 0)
-            # A log that went on without this run (see `ResumedPublisher`) has moved the version of the process that writes.
-            version = distributed.largest([optimizer.version])[0]
+            num_bytes = 0
+            if update is not None and self.is_world_process_zero():
+                if self._publisher is not None:
+                    update = self._publisher.publish(update)
+                    metrics |= self._publisher.metrics()
+                    num_bytes = int(metrics["sync/bytes"])
+                else:
+                    num_bytes = update.num_bytes
+            # Process 0 alone encodes the packet. A log that went on without this run (see `ResumedPublisher`) has moved the
+            # version of the process that writes.
+            version, num_bytes = distributed.largest([optimizer.version, num_bytes])
+            metrics["sync/bytes"] = float(num_bytes)
             if version != optimizer.version:
                 set_version(optimizer, version)
             if self.use_vllm:

@@ -119,11 +119,11 @@ def runs(rank, work, each, failing=None):
 
 
 def failed_run(rank, work, settings):
-    """Type and message of the error that the run ended with. `models` has one for each process."""
-    if "models" in settings:
-        settings = {name: value for name, value in settings.items() if name != "models"} | {
-            "model": settings["models"][rank]
-        }
+    """Type and message of the error that the run ended with. Process r begins in `folders[r]`."""
+    folders = settings.get("folders")
+    if folders is not None:
+        os.chdir(folders[rank])
+    settings = {name: value for name, value in settings.items() if name != "folders"}
     try:
         train(config(work, **settings), Console(file=io.StringIO()))
     except Exception as error:
@@ -224,14 +224,13 @@ def test_one_goes_on_where_two_were(workers, model, model_folder, tmp_path):
     """Between them two processes with different copies of the model try to replace the run: it has to survive."""
     with torch.no_grad():
         model.lm_head.weight[0, 0] += 1
-    model.save_pretrained(tmp_path / "other-model")
-    shutil.copytree(
-        model_folder, tmp_path / "other-model", ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True
-    )
-    models = [str(model_folder), str(tmp_path / "other-model")]
+    other = tmp_path / "other" / model_folder.name
+    model.save_pretrained(other)
+    shutil.copytree(model_folder, other, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+    folders = [str(tmp_path), str(other.parent)]
     errors = workers.run(
         runs, 2, tmp_path, work=str(tmp_path), each=[{"name": "run", "num_steps": 1}],
-        failing={"name": "run", "overwrite": True, "models": models},
+        failing={"name": "run", "overwrite": True, "model": model_folder.name, "folders": folders},
     )  # fmt: skip
     for _, (kind, message) in errors:
         assert kind == "ConfigError"

@@ -19,14 +19,8 @@ from logra.errors import ConfigError
 
 BUDGET = ("--trust.kl-budget", "0.03", "--trust.kl-budget-final", "0.01", "--trust.schedule-steps", "15")
 ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "logra": (
-        "`logra` (two-sided, spectral, momentum 0.9), rank 32, probe of 128 tokens",
-        ("--method", "logra", "--logra.rank", "32", "--trust.min-tokens", "128"),
-    ),
-    "logra-32": ("`logra` (two-sided, spectral, momentum 0.9), rank 32", ("--method", "logra", "--logra.rank", "32")),
-    "logra-28": ("`logra`, rank 28", ("--method", "logra", "--logra.rank", "28")),
-    "logra-16": ("`logra`, rank 16", ("--method", "logra", "--logra.rank", "16")),
-    "logra-14": ("`logra`, rank 14", ("--method", "logra", "--logra.rank", "14")),
+    "logra": ("`logra` (two-sided, spectral, momentum 0.9, rank 32)", ("--method", "logra")),
+    "logra-128": ("`logra`, probe of 128 tokens", ("--method", "logra", "--trust.min-tokens", "128")),
     "adamw": ("dense AdamW, lr 3e-5", ("--method", "adamw")),
     "lora": ("LoRA, all linear, rank 16, lr 3e-4", ("--method", "lora")),
     "paper": ("`paper` (one-sided row_adam, rank 256, budget 2e-4)", ("--method", "paper")),

@@ -46,7 +46,7 @@ def test_the_extra_is_named_where_matplotlib_is_missing(run_folder, monkeypatch,
 
 @pytest.mark.parametrize("damage", [False, True])
 def test_train_ends_with_a_report_and_never_fails_for_it(run_folder, damage, monkeypatch, capsys):
-    outcome = SimpleNamespace(folder=run_folder, interrupted=False)
+    outcome = SimpleNamespace(folder=run_folder, interrupted=False, leads=True)
     monkeypatch.setattr("logra.rl.run.train", lambda config: outcome)
     if damage:
         (run_folder / "metrics.jsonl").write_text("[]")

@@ -74,6 +74,8 @@ def test_the_metrics_of_a_step(make_trainer):
         assert entry["trust/budget"] == pytest.approx(1e-3, rel=1e-3)
         assert entry["trust/planned_kl"] == pytest.approx(entry["trust/alpha"] ** 2 * entry["trust/predicted_kl"])
         assert entry["trust/planned_kl"] == pytest.approx(entry["trust/budget"], rel=1e-5)
+        ratio = entry["trust/realised_kl"] / entry["trust/planned_kl"]
+        assert entry["trust/realised_over_planned"] == pytest.approx(ratio)
         # The KL is nearly quadratic at this length; rounding to 4 bits adds a little.
         assert entry["trust/realised_kl"] == pytest.approx(1e-3, rel=0.5)
         assert entry["optim/update_ratio"] > 0

@@ -44,7 +44,7 @@ def optimizer_metrics(diagnostics: Mapping[str, Any]) -> dict[str, float]:
     """The metrics in an optimizer's diagnostics; what is absent is left out.
 
     `trust/predicted_kl` is the KL of the proposal before it is scaled, `trust/planned_kl` that of the step as taken:
-    the one to compare with `trust/realised_kl`.
+    the one to compare with `trust/realised_kl`. `trust/realised_over_planned` is the ratio of the two.
     """
     metrics = {
         name: float(diagnostics[key]) for key, name in DIAGNOSTIC_NAMES.items() if diagnostics.get(key) is not None
@@ -53,7 +53,9 @@ def optimizer_metrics(diagnostics: Mapping[str, Any]) -> dict[str, float]:
     metrics |= {name: value for name, value in diagnostics.items() if "/" in name}
     if "trust/alpha" in metrics and "trust/predicted_kl" in metrics:
         # The prediction is that of the whole proposal; the KL is quadratic in the share of it that was taken.
-        metrics["trust/planned_kl"] = metrics["trust/alpha"] ** 2 * metrics["trust/predicted_kl"]
+        metrics["trust/planned_kl"] = planned = metrics["trust/alpha"] ** 2 * metrics["trust/predicted_kl"]
+        if planned > 0 and "trust/realised_kl" in metrics:
+            metrics["trust/realised_over_planned"] = metrics["trust/realised_kl"] / planned
     return metrics
 
 

@@ -8,7 +8,7 @@ from sharded_lm import SETTINGS, Model, assert_close_to_one_process, assert_equa
 
 import logra
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.launch, pytest.mark.timeout(300)]
 
 WORLD_SIZE = 4
 """More than o_proj has rows: the last process holds nothing of it, in both layers."""

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 import logra
 from logra.errors import TargetError
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.launch, pytest.mark.timeout(300)]
 
 
 def make_model():

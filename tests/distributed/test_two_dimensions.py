@@ -17,7 +17,7 @@ from test_tensor_parallel import tensor_parallel
 
 import logra
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.launch, pytest.mark.timeout(300)]
 
 HSDP_CASES = {"scaled": {"input_scaling": True, "direction": "factored"}, "trust": {"trust": True}}
 

@@ -124,6 +124,7 @@ def test_a_step_that_cannot_be_continued_says_what_to_do(monkeypatch):
         step.trace(load_config("qwen2.5-7b"), "adamw", PlanOptions())
 
 
+@pytest.mark.plan
 def test_a_real_step_of_many_layers():
     config = with_layers(load_config("qwen2.5-1.5b"), 8)
     few, every = (step.trace(config, "adamw", PlanOptions(every_layer=is_whole)) for is_whole in (False, True))

@@ -154,7 +154,7 @@ def assert_the_log_leads_to(folder, model_folder, weights):
     assert_same_weights(dict(saved.state_dict()), weights)
 
 
-@distributed_test
+@pytest.mark.launch
 def test_stopped_by_one_process_and_resumed_by_two_ends_with_the_same_bits(workers, model_folder, tmp_path):
     """SIGTERM reaches process 1 alone. Fails (or hangs) if process 0 goes on without it, or if a process resumes with the
     generators of another. Then a second Ctrl-C reaches process 1 alone, and process 0 has to say so.
@@ -219,7 +219,7 @@ def test_one_and_two_processes_take_the_same_steps_and_follow_each_other(workers
     assert_the_log_leads_to(tmp_path / "alone", model_folder, again["weights"])
 
 
-@distributed_test
+@pytest.mark.launch
 def test_one_goes_on_where_two_were(workers, model, model_folder, tmp_path):
     """Between them two processes with different copies of the model try to replace the run: it has to survive."""
     with torch.no_grad():

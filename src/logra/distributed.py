@@ -1,12 +1,15 @@
 """Reductions over data-parallel processes. Every function is the identity in a run of one process."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_BUCKET_BYTES = 64 * 2**20
+BUCKET_BYTES = 64 * 2**20
+"""Of fp32 tensors that are reduced together."""
+_T = TypeVar("_T")
 
 
 def num_processes() -> int:
@@ -23,7 +26,7 @@ def average_(tensors: Sequence[Tensor], num_users: Sequence[int] | None = None) 
     """Replace tensors by their mean over data-parallel replicas, computed in fp32, in place.
 
     The mean, not the sum: that is what DistributedDataParallel and FSDP2 do with gradients. All processes must pass
-    tensors of the same shapes in the same order. They are reduced in buckets of up to `_BUCKET_BYTES`.
+    tensors of the same shapes in the same order. They are reduced in buckets of up to `BUCKET_BYTES`.
 
     Args:
         tensors: addends of this process.
@@ -36,7 +39,7 @@ def average_(tensors: Sequence[Tensor], num_users: Sequence[int] | None = None) 
     bucket: list[tuple[Tensor, int]] = []
     size = 0
     for tensor, count in zip(tensors, counts, strict=True):
-        if bucket and 4 * (size + tensor.numel()) > _BUCKET_BYTES:
+        if bucket and 4 * (size + tensor.numel()) > BUCKET_BYTES:
             _average_bucket(bucket)
             bucket, size = [], 0
         bucket.append((tensor, count))
@@ -111,6 +114,24 @@ def largest(values: Sequence[int]) -> list[int]:
     tensor = torch.tensor(values, device=_device())
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return tensor.tolist()
+
+
+def gathered(value: _T) -> list[_T]:
+    """A plain value (no tensor) of every process, by their numbers, on all of them."""
+    if num_processes() == 1:
+        return [value]
+    values: list[Any] = [None] * num_processes()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def from_leader(action: Callable[[], _T]) -> _T:
+    """What an action returns on process 0, where alone it runs, on all of them; not for tensors."""
+    if num_processes() == 1:
+        return action()
+    result: list[Any] = [action() if rank() == 0 else None]
+    dist.broadcast_object_list(result)
+    return result[0]
 
 
 def _device() -> torch.device:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_moe import make_model
 from torch.nn import functional as F
 
 import logra
@@ -10,29 +11,8 @@ from logra.errors import TargetError
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(300)]
 
 
-def make_model():
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=16,
-        moe_intermediate_size=12,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        num_experts=8,
-        num_experts_per_tok=2,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-    )
-    return Qwen3MoeForCausalLM(config)
-
-
 def step(ids):
-    model = make_model()
+    model = make_model(num_hidden_layers=1)
     opt = logra.SketchOptimizer(model, lr=1e-2, rank=4, target_modules=("gate_up_proj", "down_proj"))
     F.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
     reached = {fqn for fqn, sketch in opt._capture.sketches().items() if sketch.tensors()}
@@ -45,7 +25,7 @@ def replicated(rank):
 
     ids = torch.randint(0, 64, (2, 3), generator=torch.Generator().manual_seed(4))
     reached, update = step(ids[rank : rank + 1])
-    model = make_model()
+    model = make_model(num_hidden_layers=1)
     fully_shard(model)
     try:
         logra.SketchOptimizer(model, lr=1e-2, target_modules=("down_proj",))

@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 import torch
+from tiny_moe import NUM_EXPERTS, make_model
 from torch.nn import functional as F
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import logra
 from logra.errors import CaptureError, LograError, TargetError
@@ -14,29 +14,6 @@ from logra.sketch import reference
 from logra.sketch.targets import find_targets
 
 TARGETS = ("q_proj", "gate_up_proj", "down_proj")
-NUM_EXPERTS = 8
-
-
-def make_model(seed=0, **settings):
-    torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=24,
-        moe_intermediate_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        num_experts=NUM_EXPERTS,
-        num_experts_per_tok=2,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        **settings,
-    )
-    return Qwen3MoeForCausalLM(config)
 
 
 def tokens(num_rows=4, width=12, seed=1):

@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -96,11 +95,10 @@ def save_sharded(folder: str | Path, optimizer: SketchOptimizer) -> None:
         return sorted(path.name for path in folder.iterdir()) if distributed.rank() == 0 else []
 
     on_all(write_rest, what)
-    listed = [on_all(names, what)]
-    if distributed.num_processes() > 1:  # a shared file system may show the others an older list
-        dist.broadcast_object_list(listed)
-    on_all(lambda: _make_durable(folder, listed[0]), what)
-    records = _records(folder, listed[0], what)
+    own_list = on_all(names, what)
+    listed = distributed.from_leader(lambda: own_list)  # a shared file system may show the others an older one
+    on_all(lambda: _make_durable(folder, listed), what)
+    records = _records(folder, listed, what)
     on_all(write_marker, what)
 
 
@@ -253,11 +251,7 @@ def _make_durable(folder: Path, names: list[str]) -> None:
 def _records(folder: Path, names: list[str], what: str) -> dict[str, Any]:
     """Size and digest of files as they are on disk; every process reads its share of them."""
     found = on_all(lambda: {name: file_record(folder / name) for name in _share(names)}, what)
-    if distributed.num_processes() == 1:
-        return found
-    gathered: list[dict[str, Any]] = [{}] * distributed.num_processes()
-    dist.all_gather_object(gathered, found)
-    return {name: record for part in gathered for name, record in part.items()}
+    return {name: record for part in distributed.gathered(found) for name, record in part.items()}
 
 
 def on_all(action: Callable[[], _T], what: str) -> _T:

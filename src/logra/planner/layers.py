@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from logra.memory.categories import CATEGORIES
 from logra.memory.timeline import Event, Moments, PhasePeak, Report
 from logra.phases import PHASES
+from logra.planner.models import meta_model
 
 _FEWEST = 3
 """Layers of the smaller trace: the first and the last may differ from those between (prefetching, for one)."""
@@ -73,12 +74,8 @@ def depths(config: Any) -> Depths | None:
 
 def _kinds(config: Any) -> list[Any]:
     """What tells layers apart: the kind that the configuration gives them, and their parameters."""
-    from transformers import AutoModelForCausalLM
-
     whole = int(config.num_hidden_layers)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    layers = decoder_layers(model)
+    layers = decoder_layers(meta_model(config))
     names = getattr(config, "layer_types", None) or [""] * whole
     shapes = [[(name, tuple(value.shape)) for name, value in layer.named_parameters()] for layer in layers]
     if len(shapes) != whole:

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from logra.errors import ConfigError
 
 
@@ -77,3 +79,11 @@ def load_config(model: str) -> Any:
         return AutoConfig.for_model(**settings)
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"model={model!r}: transformers does not take this configuration: {error}") from error
+
+
+def meta_model(config: Any, dtype: torch.dtype | None = None) -> Any:
+    """The model of a transformers configuration, without storage."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -20,13 +20,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from logra.distributed import BUCKET_BYTES
 from logra.errors import ConfigError
 from logra.optim import Config
+from logra.planner.models import meta_model
 
 Method = Literal["adamw", "lora", "logra"]
 METHODS: tuple[Method, ...] = ("adamw", "lora", "logra")
-_BUCKET_BYTES = 64 * 2**20
-"""Of the sketches that one all-reduce takes (`optim.gradients`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +59,7 @@ def model_shapes(config: Any) -> Shapes:
     Raises:
         ConfigError: no module has the name of a target.
     """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    model = meta_model(config)
     is_target = {
         name: name.split(".")[-2:] in [[module, "weight"] for module in Config().target_modules]
         for name, _ in model.named_parameters()
@@ -180,7 +176,7 @@ def reduction(
     share, bandwidth = (num_gpus - 1) / num_gpus, links.bandwidth(num_gpus)
     if method == "logra":
         sketches, integers = 4 * rank * shapes.factor_entries(in_=2), _integer_bytes(shapes, rank)
-        num_rounds = 2 * math.ceil(sketches / _BUCKET_BYTES) + min(num_gpus, len(shapes.targets))
+        num_rounds = 2 * math.ceil(sketches / BUCKET_BYTES) + min(num_gpus, len(shapes.targets))
         sent = share * (2 * sketches + integers)
     else:
         trained = shapes.num_parameters if method == "adamw" else rank * shapes.factor_entries()

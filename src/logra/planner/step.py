@@ -28,6 +28,7 @@ from logra.memory import Ledger, Report
 from logra.memory.timeline import Moments
 from logra.optim import SketchOptimizer
 from logra.planner.layers import continued, decoder_layers, depths, with_layers
+from logra.planner.models import meta_model
 from logra.planner.options import PlanOptions
 from logra.planner.stand_in import StandIn
 from logra.sketch.experts import Expert
@@ -116,12 +117,10 @@ class _Step:
         self.mask = self.fake.from_tensor(torch.ones(shape, dtype=torch.int64))
 
     def _build(self, config: Any) -> Any:
-        from transformers import AutoModelForCausalLM
-
         options = self.options
         sketched = self.method in ("logra", "paper")
         dtype = torch.bfloat16 if sketched and options.weight_storage != "fp32" else torch.float32
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = meta_model(config, dtype)
         if options.activation_checkpointing:
             # The state of the random number generator is not a tensor of the fake mode; there is no dropout to repeat.
             arguments = {"use_reentrant": False, "preserve_rng_state": False}

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from logra import distributed
@@ -77,8 +76,7 @@ class MemoryReport(TrainerCallback):
             }
         if distributed.num_processes() == 1:
             return found
-        gathered: list[Any] = [None] * distributed.num_processes()
-        dist.all_gather_object(gathered, found)
+        gathered = distributed.gathered(found)
         key = "peak_bytes" if self._ledger is not None else "process_peak_bytes"
         rank = max(range(len(gathered)), key=lambda index: gathered[index][key])
         return gathered[rank] | {"rank": rank, "num_ranks": len(gathered)}

@@ -9,10 +9,10 @@ An error that all of them meet stays what it is on each.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,6 @@ _COLLECTIVE_TIMEOUT = timedelta(hours=2)
 """Of the group. Torch's own, 10 minutes with NCCL, would end a healthy run: process 0 alone writes checkpoints and the model,
 which takes longer on a slow disk, while the others wait for it. Whoever waits for a dead process is stopped by the launcher.
 """
-_T = TypeVar("_T")
 
 
 @contextmanager
@@ -89,8 +88,7 @@ def require_same_weights(model: str, parameters: Mapping[str, Tensor]) -> None:
     """
     if distributed.num_processes() == 1:
         return
-    digests: list = [None] * distributed.num_processes()
-    dist.all_gather_object(digests, digest_of(parameters))
+    digests = distributed.gathered(digest_of(parameters))
     others = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         raise ConfigError(
@@ -101,15 +99,6 @@ def require_same_weights(model: str, parameters: Mapping[str, Tensor]) -> None:
 
 def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(": ")
-
-
-def from_leader(action: Callable[[], _T]) -> _T:
-    """What an action returns on process 0, where alone it runs, on all of them; not for tensors."""
-    if distributed.num_processes() == 1:
-        return action()
-    result: list = [action() if distributed.rank() == 0 else None]
-    dist.broadcast_object_list(result)
-    return result[0]
 
 
 def _first_error(own: str) -> str:

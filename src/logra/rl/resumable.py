@@ -18,12 +18,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Sampler
 from trl.trainer.grpo_trainer import GRPOTrainer as TRLTrainer
 
-from logra import shards
+from logra import distributed, shards
 from logra.errors import CheckpointError
 
 TRAINER_STATE = "trainer_state.json"
@@ -126,9 +125,7 @@ class ResumableTrainer(TRLTrainer):
         """`random_states` of the processes after the first."""
         if self.accelerator.num_processes == 1:
             return []
-        gathered: list[Any] = [None] * self.accelerator.num_processes
-        dist.all_gather_object(gathered, random_states())
-        return gathered[1:]
+        return distributed.gathered(random_states())[1:]
 
     def _stateful(self) -> list[Stateful]:
         return [callback for callback in self.callback_handler.callbacks if isinstance(callback, Stateful)]

@@ -18,7 +18,6 @@ from logra.checkpoint import Checkpoint, CheckpointStore
 from logra.errors import CheckpointError, ConfigError
 from logra.rl.checkpoints import RUN
 from logra.rl.config import TrainConfig, to_dict
-from logra.rl.processes import from_leader
 from logra.rl.run_folder import RunFolder, versions
 from logra.rl.tasks import Task
 
@@ -58,7 +57,7 @@ def find_origin(config: TrainConfig, folder: RunFolder, store: CheckpointStore, 
         ConfigError: other settings or other rows than those of the run, or a path that is no checkpoint of it.
         CheckpointError: the checkpoint that was named is damaged.
     """
-    origin = from_leader(lambda: _find(config, folder, store))
+    origin = distributed.from_leader(lambda: _find(config, folder, store))
     if origin.checkpoint is None:
         return origin
     state = store.read(origin.checkpoint)

@@ -21,7 +21,7 @@ def times(*seconds, first=0.0):
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")
 def test_a_cell_times_every_method():
-    methods = ("adamw", "lora", "logra", "paper")  # galore-torch is not among the tested versions
+    methods = ("adamw", "lora", "galore", "logra", "paper")
     options = speed.Options(hidden=(64,), methods=methods, rank=4, num_micro_batches=2, num_tokens=10, num_rounds=2)
     (cell,) = speed.cells(options)
     result = speed.run_cell(cell, options)

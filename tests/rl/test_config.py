@@ -6,9 +6,9 @@ import pytest
 
 import logra
 from logra.errors import ConfigError
+from logra.rl.baselines import AdamWConfig, ApolloConfig, GaLoreConfig, LoraConfig
 from logra.rl.config import (
-    AdamWConfig,
-    LoraConfig,
+    METHODS,
     LossConfig,
     RolloutConfig,
     RunConfig,
@@ -46,6 +46,11 @@ from logra.rl.guards.config import GuardsConfig, ReferenceReset, Rule, Sentinels
         (lambda: LoraConfig(alpha=0.0), "lora.alpha=0.0"),
         (lambda: LoraConfig(lr=-1.0), "lora.lr=-1.0"),
         (lambda: LoraConfig(max_grad_norm=float("nan")), "lora.max_grad_norm=nan"),
+        (lambda: GaLoreConfig(rank=0), "galore.rank=0"),
+        (lambda: GaLoreConfig(update_proj_gap=0), "galore.update_proj_gap=0"),
+        (lambda: GaLoreConfig(scale=0.0), "galore.scale=0.0"),
+        (lambda: ApolloConfig(lr=0.0), "apollo.lr=0.0"),
+        (lambda: ApolloConfig(max_grad_norm=-1.0), "apollo.max_grad_norm=-1.0"),
         (
             lambda: TrainConfig(output_dir="x", rollout=RolloutConfig(engine="vllm"), loss=LossConfig(loss_type="vespo")),
             "loss.loss_type='vespo' with rollout.engine='vllm'",
@@ -73,6 +78,7 @@ def test_values_that_are_not_allowed(build, message):
         ({"method": "adamw", "logra": logra.Config(lr=1e-4, rank=8)}, "logra (rank=8) was set.*method=adamw"),
         ({"method": "adamw", "lora": LoraConfig(rank=8)}, "lora (rank=8) was set.*method=adamw"),
         ({"method": "lora", "adamw": AdamWConfig(lr=1.0)}, "adamw (lr=1.0) was set.*method=lora"),
+        ({"method": "galore", "apollo": ApolloConfig(rank=8)}, "apollo (rank=8) was set.*method=galore"),
         ({"use_trust": False, "trust": logra.TrustRegion()}, "trust (.*) was set.*use_trust=False"),
     ],
 )
@@ -83,7 +89,7 @@ def test_settings_of_a_method_that_does_not_run(settings, message):
         TrainConfig(output_dir="x", **settings)
 
 
-@pytest.mark.parametrize("method", ["logra", "paper", "adamw", "lora"])
+@pytest.mark.parametrize("method", METHODS)
 def test_groups_that_are_not_given_are_those_of_the_method(method):
     # Catches method="paper" in Python that runs with the settings of another method.
     config = TrainConfig(output_dir="x", method=method)

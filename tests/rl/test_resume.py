@@ -20,6 +20,7 @@ import logra
 from logra.checkpoint import CheckpointStore
 from logra.errors import CheckpointError, ConfigError, LograError
 from logra.rl import run_folder
+from logra.rl.baselines import ApolloConfig, GaLoreConfig
 from logra.rl.checkpoint_config import CheckpointConfig
 from logra.rl.config import LossConfig, RolloutConfig, RunConfig, TrainConfig
 from logra.rl.run import train
@@ -115,8 +116,11 @@ def test_a_longer_run_continues_a_finished_one(run, tmp_path):
         {"logra": logra.Config(lr=1e-3, rank=4, sketch="one_sided", direction="row_adam", refresh_every=2, momentum=0.9,
                                input_scaling=True)},
         {"method": "adamw", "use_trust": True, "trust": logra.TrustRegion(kl_budget=1e-3, min_tokens=8)},
+        # New subspaces in the third step: their rank, period and random seed are part of the state.
+        {"method": "galore", "galore": GaLoreConfig(rank=4, lr=1e-2, update_proj_gap=2)},
+        {"method": "apollo", "apollo": ApolloConfig(rank=4, lr=1e-2, update_proj_gap=2)},
     ],
-    ids=["split32", "non_target", "one_sided", "priced"],
+    ids=["split32", "non_target", "one_sided", "priced", "galore", "apollo"],
 )  # fmt: skip
 def test_every_state_of_the_optimizer_comes_back(run, settings):
     whole, _ = run("whole", **settings)

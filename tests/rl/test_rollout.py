@@ -99,7 +99,8 @@ def config(**rollout_fields):
     return TrainConfig(output_dir="out", rollout=RolloutConfig(**rollout_fields))
 
 
-def test_engines_in_trls_terms():
+def test_engines_in_trls_terms(monkeypatch):
+    use(monkeypatch, EntryPoint())
     assert trl_arguments(config()).use_vllm is False
     colocated = trl_arguments(config(engine="vllm"))
     assert (colocated.use_vllm, colocated.vllm_mode) == (True, "colocate")
@@ -117,6 +118,9 @@ def test_a_fleet_in_trls_terms(monkeypatch):
     use(monkeypatch)
     with pytest.raises(ConfigError, match=r"pip install 'logra\[ray\]'"):
         trl_arguments(config(engine="ray"))
+    for engine in ("vllm", "vllm_server"):  # found here, before a model is loaded
+        with pytest.raises(ConfigError, match=r"pip install 'logra\[vllm\]'"):
+            trl_arguments(config(engine=engine))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import logra
 from logra.diagnostics import DiagnosticsConfig
 from logra.errors import ConfigError, DataError, TargetError
-from logra.rl.config import LossConfig, RolloutConfig, RunConfig, TrainConfig, preset
+from logra.rl.baselines import LoraConfig
+from logra.rl.config import METHODS, LossConfig, RolloutConfig, RunConfig, TrainConfig, preset
 from logra.rl.guards.config import GuardsConfig, Rule, Sentinels
 from logra.rl.run import train
 
@@ -129,12 +130,10 @@ def test_files_and_results(run):
     assert len([line for line in lines if not line.startswith("Guard, ")]) == 9
 
 
-@pytest.mark.parametrize("method", ["logra", "paper", "adamw", "lora"])
+@pytest.mark.parametrize("method", METHODS)
 def test_every_method_saves_the_policy_it_trained(run, method, tokenizer):
     settings = {"trust": preset("logra")["trust"]} if method == "paper" else {}
     if method == "lora":
-        from logra.rl.config import LoraConfig
-
         settings["lora"] = LoraConfig(rank=4, lr=0.05)
     outcome, shown = run(method=method, num_heldout=0, **settings)
     loaded = AutoModelForCausalLM.from_pretrained(outcome.folder / "model")
@@ -174,7 +173,7 @@ def test_options_train(run, settings):
 
 def test_all_methods_start_from_the_same_rollout(run):
     firsts = []
-    for method in ("logra", "adamw", "lora"):
+    for method in METHODS:
         outcome, _ = run(method, method=method, num_heldout=0)
         samples = [sample for sample in records(outcome.folder / "samples.jsonl") if sample["step"] == 1]
         for sample in samples:
@@ -185,7 +184,7 @@ def test_all_methods_start_from_the_same_rollout(run):
             metrics.keys()
         )
     # Catches a method whose setup consumes random numbers before the first rollout.
-    assert firsts[0] == firsts[1] == firsts[2]
+    assert all(first == firsts[0] for first in firsts)
 
 
 def test_prompts_come_in_the_same_order_for_all_methods(run):
@@ -345,7 +344,7 @@ def test_a_run_is_replaced_only_when_the_new_one_can_begin(run, tmp_path, monkey
     assert [entry["step"] for entry in records(again.folder / "metrics.jsonl")] == [1, 2]
 
 
-@pytest.mark.parametrize("method", ["logra", "adamw", "lora"])
+@pytest.mark.parametrize("method", ["logra", "adamw", "lora", "galore", "apollo"])
 def test_a_profile_gives_every_byte_a_category(run, method):
     """Fails if a tensor of TRL's step has no known origin, or a phase of the step is not marked."""
     outcome, output = run(method=method, profile=True, run=RunConfig(num_steps=1, device="cpu"))

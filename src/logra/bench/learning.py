@@ -23,7 +23,11 @@ ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "logra-128": ("`logra`, probe of 128 tokens", ("--method", "logra", "--trust.min-tokens", "128")),
     "adamw": ("dense AdamW, lr 3e-5", ("--method", "adamw")),
     "lora": ("LoRA, all linear, rank 16, lr 3e-4", ("--method", "lora")),
+    "galore": ("GaLore, rank 64, lr 3e-4", ("--method", "galore")),
+    "apollo": ("APOLLO, rank 64, lr 3e-4", ("--method", "apollo")),
     "paper": ("`paper` (one-sided row_adam, rank 256, budget 2e-4)", ("--method", "paper")),
+    "logra-r16": ("`logra`, rank 16", ("--method", "logra", "--logra.rank", "16")),
+    "logra-r14": ("`logra`, rank 14", ("--method", "logra", "--logra.rank", "14")),
     "paper-budget": ("`paper` at the KL budget of `logra`", ("--method", "paper", *BUDGET)),
 }
 """Name of an arm: its title in tables, and its flags."""

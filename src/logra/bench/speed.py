@@ -253,7 +253,7 @@ def _build(name: str, hidden: int, options: Options) -> Method:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if name == "galore":
         try:
-            optimizer_class = importlib.import_module("galore_torch").GaLoreAdamW  # not among the tested versions
+            optimizer_class = importlib.import_module("galore_torch").GaLoreAdamW
         except ModuleNotFoundError as error:
             raise ConfigError(f"methods: galore needs the package {error.name}: pip install 'logra[bench]'") from error
         group = {

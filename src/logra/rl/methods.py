@@ -5,6 +5,7 @@ over the same micro-batches. They differ in the trainer's optimizer, its learnin
 """
 
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -268,7 +269,7 @@ def _engine_arguments(config: TrainConfig) -> dict[str, Any]:
     rollout = config.rollout
     if rollout.engine == "transformers":
         return {}
-    for package in {"ray": ("ray",), "ray_vllm": ("ray", "vllm")}.get(rollout.engine, ()):
+    for package in {"ray": ("ray",), "ray_vllm": ("ray", "vllm")}.get(rollout.engine, ("vllm",)):
         engine_class(package)  # one that is missing is found before the model loads
     if rollout.engine == "ray":
         return {"use_vllm": True, "vllm_importance_sampling_correction": False}
@@ -296,7 +297,7 @@ def _with_warmup(config: TrainConfig) -> str:
 
 
 def _optimizer_arguments(config: TrainConfig) -> dict[str, Any]:
-    """Learning rate and clipping of TRL's optimizer; a sketch optimizer has its own in `logra.Config`."""
+    """TRL's optimizer, its learning rate and clipping; a sketch optimizer has its own in `logra.Config`."""
     if config.method == "adamw":
         adamw = config.adamw
         return {
@@ -306,7 +307,32 @@ def _optimizer_arguments(config: TrainConfig) -> dict[str, Any]:
         }
     if config.method == "lora":
         return {"learning_rate": config.lora.lr, "max_grad_norm": config.lora.max_grad_norm}
+    if config.method in ("galore", "apollo"):
+        projected: Any = getattr(config, config.method)
+        _require_package(config.method)
+        settings = {"rank": projected.rank, "scale": projected.scale, "update_proj_gap": projected.update_proj_gap}
+        return {
+            "optim": f"{config.method}_adamw",
+            "optim_target_modules": "all-linear",
+            "optim_args": ",".join(f"{name}={value}" for name, value in settings.items()),
+            "learning_rate": projected.lr,
+            "max_grad_norm": projected.max_grad_norm,
+        }
     return {"max_grad_norm": 0.0}
+
+
+def _require_package(method: str) -> None:
+    """Find a baseline's package before the model loads.
+
+    Raises:
+        ConfigError: it, or one that it imports, is not installed.
+    """
+    try:
+        importlib.import_module(f"{method}_torch")
+    except ImportError as error:
+        raise ConfigError(
+            f"method={method}: the package {error.name} is not installed: pip install 'logra[bench]'"
+        ) from error
 
 
 def count_parameters(trainer: GuardedGRPOTrainer) -> dict[str, int]:

@@ -140,7 +140,7 @@ def _require_suitable(config: "TrainConfig") -> None:
             f"rollout.engine={rollout.engine!r} on {num_processes} processes: allowed is transformers. An engine follows one "
             f"process"
         )
-    if config.method in ("adamw", "lora") and config.prices_steps:
+    if config.method not in ("logra", "paper") and config.prices_steps:
         raise ConfigError(
             f"use_trust=true with method={config.method} on {num_processes} processes: a dense step is priced in one process"
         )

@@ -24,6 +24,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer as TRLTrainer
 
 from logra import distributed, shards
 from logra.errors import CheckpointError
+from logra.rl.projected_state import load_plain_state, plain_state
 
 TRAINER_STATE = "trainer_state.json"
 """The file that transformers reads the step and the epoch from."""
@@ -75,7 +76,7 @@ class ResumableTrainer(TRLTrainer):
             "step": self.state.global_step,
             "weights": trained_tensors(self.model),
             "frozen_sha256": self._frozen_sha256(),
-            "optimizer": self._bare_optimizer().state_dict(),
+            "optimizer": plain_state(self._bare_optimizer()),
             "scheduler": self._scheduler().state_dict(),
             "random": random_states(),
             "random_of_others": self._random_of_others(),
@@ -111,7 +112,7 @@ class ResumableTrainer(TRLTrainer):
 
     def load_optimizer(self, state: dict[str, Any]) -> None:
         """Take over the optimizer's state, and what the trainer itself remembers."""
-        self._bare_optimizer().load_state_dict(state["optimizer"])
+        load_plain_state(self._bare_optimizer(), state["optimizer"])
         self._load_own_state(state["trainer"])
 
     def _own_state(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from logra.integrations.vllm.client import EngineClient
 
 WAYS = ("in_process", "other_process", "server")
 _START_S = 1200.0
+_STOP_S = 30.0
 _SETTINGS = {"max_model_len": 128, "max_num_seqs": 4, "block_size": 32, "kv_cache_memory_bytes": 2**26}
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -64,27 +66,48 @@ def engine(way: str, model: Path) -> Iterator[Engine]:
     """
     if way not in WAYS:
         raise ConfigError(f"way={way!r}: one of {', '.join(WAYS)}")
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError("vLLM is not installed here. Run `make test-vllm`, then .venv-vllm/bin/logra bench sync_vllm")
+    _require_vllm()
     os.environ.update(_ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0" if way == "in_process" else "1"})
     with _server(model) if way == "server" else _llm(model) as built:
         yield built
 
 
 @contextmanager
+def ordinary_engine(model: Path) -> Iterator[Callable[[Path], None]]:
+    """An engine as vLLM builds it, without `logra`, in another process (`LLM`'s default); yields its `reload`, see `Engine`.
+
+    Args:
+        model: folder of the model.
+
+    Raises:
+        ConfigError: vLLM is not installed.
+    """
+    _require_vllm()
+    os.environ.update(_ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    with _built(model) as llm:
+        yield partial(_reload_llm, llm)
+
+
+@contextmanager
 def _llm(model: Path) -> Iterator[Engine]:
+    with _built(model, **engine_options()) as llm:
+        yield Engine(VLLMEngine(llm), partial(_reload_llm, llm))
+
+
+@contextmanager
+def _built(model: Path, **options: Any) -> Iterator[Any]:
     from vllm import LLM  # pyright: ignore[reportMissingImports]
 
-    llm: Any = LLM(model=str(model), dtype="float32", enforce_eager=True, **_SETTINGS, **engine_options())
-
-    def reload(folder: Path) -> None:
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
-        llm.reset_prefix_cache()
-
+    llm: Any = LLM(model=str(model), dtype="float32", enforce_eager=True, **_SETTINGS, **options)
     try:
-        yield Engine(VLLMEngine(llm), reload)
+        yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
+
+
+def _reload_llm(llm: Any, folder: Path) -> None:
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+    llm.reset_prefix_cache()
 
 
 @contextmanager
@@ -104,6 +127,15 @@ def _server(model: Path) -> Iterator[Engine]:
             yield Engine(VLLMServer(url), lambda folder: _reload(url, folder))
         finally:
             process.terminate()
+            try:
+                process.wait(timeout=_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _require_vllm() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError("vLLM is not installed here. Run `make test-vllm`, then .venv-vllm/bin/logra bench sync_vllm")
 
 
 def _reload(url: str, folder: Path) -> None:

@@ -21,6 +21,11 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
+# GaLore and APOLLO, for --method galore | apollo and their tests.
+.PHONY: baselines
+baselines: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -r requirements-bench.txt
+
 # Several processes over gloo, and what starts them: torchrun, accelerate launch, Ray.
 test-distributed: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "distributed or launch"

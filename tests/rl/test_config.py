@@ -1,6 +1,7 @@
 """The configuration tree: presets, checks, and its plain form."""
 
 import dataclasses
+import sys
 
 import pytest
 
@@ -156,9 +157,11 @@ def test_guards_that_could_never_act_are_refused(settings, message):
         TrainConfig(output_dir="x", **settings)
 
 
-def test_what_trl_has_goes_to_trl():
-    from logra.rl.methods import trl_arguments
+def test_what_trl_has_goes_to_trl(monkeypatch):
+    from logra.rl import methods
 
+    trl_arguments = methods.trl_arguments
+    monkeypatch.setattr(methods, "engine_class", lambda name: None)  # as if vLLM were installed
     loss = LossConfig(
         mask_truncated=True, top_entropy=0.2, entropy_coef=0.01, importance="token_truncate", importance_max=2.0,
         importance_min=0.5, off_policy_kl=0.3,
@@ -173,3 +176,12 @@ def test_what_trl_has_goes_to_trl():
         TrainConfig(output_dir="x", loss=LossConfig(importance="off"), rollout=RolloutConfig(engine="vllm"))
     )
     assert not off.vllm_importance_sampling_correction
+
+
+@pytest.mark.parametrize("method", ["galore", "apollo"])
+def test_a_baseline_without_its_package_says_what_to_install(method, monkeypatch):
+    from logra.rl.methods import trl_arguments
+
+    monkeypatch.setitem(sys.modules, f"{method}_torch", None)  # as if it were not installed
+    with pytest.raises(ConfigError, match=rf"^method={method}: .*{method}_torch.*pip install 'logra\[bench\]'"):
+        trl_arguments(TrainConfig(output_dir="x", method=method))

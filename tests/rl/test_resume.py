@@ -3,6 +3,7 @@
 That a run which is killed and resumed ends with the bits of one that was not is shown in test_kill.py.
 """
 
+import importlib.util
 import io
 import json
 import os
@@ -24,6 +25,8 @@ from logra.rl.baselines import ApolloConfig, GaLoreConfig
 from logra.rl.checkpoint_config import CheckpointConfig
 from logra.rl.config import LossConfig, RolloutConfig, RunConfig, TrainConfig
 from logra.rl.run import train
+
+OPTIONAL = pytest.mark.skipif(importlib.util.find_spec("galore_torch") is None, reason="needs `make baselines`")
 
 TASK = """
 import os, signal
@@ -117,8 +120,8 @@ def test_a_longer_run_continues_a_finished_one(run, tmp_path):
                                input_scaling=True)},
         {"method": "adamw", "use_trust": True, "trust": logra.TrustRegion(kl_budget=1e-3, min_tokens=8)},
         # New subspaces in the third step: their rank, period and random seed are part of the state.
-        {"method": "galore", "galore": GaLoreConfig(rank=4, lr=1e-2, update_proj_gap=2)},
-        {"method": "apollo", "apollo": ApolloConfig(rank=4, lr=1e-2, update_proj_gap=2)},
+        pytest.param({"method": "galore", "galore": GaLoreConfig(rank=4, lr=1e-2, update_proj_gap=2)}, marks=OPTIONAL),
+        pytest.param({"method": "apollo", "apollo": ApolloConfig(rank=4, lr=1e-2, update_proj_gap=2)}, marks=OPTIONAL),
     ],
     ids=["split32", "non_target", "one_sided", "priced", "galore", "apollo"],
 )  # fmt: skip

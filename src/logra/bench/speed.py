@@ -263,7 +263,7 @@ def _build(name: str, hidden: int, options: Options) -> Method:
             "scale": 0.25,
             "proj_type": "std",
         }
-        return _Dense(model, optimizer_class([group], lr=1e-5), trained)
+        return _Dense(model, optimizer_class([group], lr=1e-5, no_deprecation_warning=True), trained)
     return _Dense(model, torch.optim.AdamW(trained, lr=1e-5, fused=True), trained)
 
 

@@ -226,6 +226,8 @@ def trl_arguments(config: TrainConfig) -> GRPOConfig:
             )
     try:
         return _grpo_config(config)
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(f"TRL refuses the settings: {error}") from error
 

@@ -7,6 +7,8 @@ import warnings
 _IGNORED_WARNINGS = (
     # transformers renames arguments and properties that TRL still uses under their old names.
     (r".*is deprecated and will be removed in v(ersion )?\d.*", FutureWarning),
+    # galore-torch's, about the AdamW that it is built on.
+    (r"This implementation of AdamW is deprecated.*", FutureWarning),
     (r".*pin_memory.*no accelerator is found.*", UserWarning),
 )
 

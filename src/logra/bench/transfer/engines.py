@@ -73,6 +73,28 @@ def engine(way: str, model: Path) -> Iterator[Engine]:
 
 
 @contextmanager
+def built_engine(model: Path, **options: Any) -> Iterator[Any]:
+    """A `vllm.LLM` with the weights of a folder, in fp32.
+
+    Args:
+        model: folder of the model.
+        options: of `LLM`, beside and above those of all engines here.
+
+    Raises:
+        ConfigError: vLLM is not installed.
+    """
+    _require_vllm()
+    os.environ.update(_ENVIRONMENT)
+    from vllm import LLM  # pyright: ignore[reportMissingImports]
+
+    llm: Any = LLM(**{"model": str(model), "dtype": "float32", "enforce_eager": True, **_SETTINGS, **options})
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+@contextmanager
 def ordinary_engine(model: Path) -> Iterator[Callable[[Path], None]]:
     """An engine as vLLM builds it, without `logra`, in another process (`LLM`'s default); yields its `reload`, see `Engine`.
 
@@ -82,27 +104,15 @@ def ordinary_engine(model: Path) -> Iterator[Callable[[Path], None]]:
     Raises:
         ConfigError: vLLM is not installed.
     """
-    _require_vllm()
-    os.environ.update(_ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
-    with _built(model) as llm:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    with built_engine(model) as llm:
         yield partial(_reload_llm, llm)
 
 
 @contextmanager
 def _llm(model: Path) -> Iterator[Engine]:
-    with _built(model, **engine_options()) as llm:
+    with built_engine(model, **engine_options()) as llm:
         yield Engine(VLLMEngine(llm), partial(_reload_llm, llm))
-
-
-@contextmanager
-def _built(model: Path, **options: Any) -> Iterator[Any]:
-    from vllm import LLM  # pyright: ignore[reportMissingImports]
-
-    llm: Any = LLM(model=str(model), dtype="float32", enforce_eager=True, **_SETTINGS, **options)
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
 
 
 def _reload_llm(llm: Any, folder: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logra.errors import LograError
-from logra.hashing import check_range, derive_key, hash_words, signs, uniform
+from logra.hashing import check_range, derive_key, element_words, hash_words, signs, uniform
 
 KEY = derive_key("test", 7)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -177,6 +177,19 @@ def test_uniform_statistics():
     counts = torch.histc(sample.float(), bins=256, min=0, max=1)
     chi_square = float(((counts - n / 256) ** 2 / (n / 256)).sum())
     assert abs(chi_square - 255) < 5 * math.sqrt(2 * 255)
+
+
+@pytest.mark.parametrize("width", [1, 7, 2**31 + 5, 2**32 - 3, 2**33])
+def test_words_of_elements_are_those_of_their_index(width):
+    # Catches a sign that is shifted in, an overflow that does not wrap, and a high half of the index that is forgotten
+    # (a row that begins below 2^32 and ends above) or taken of the first element of the slice.
+    for rows in [(0, 5), (2, 4), (3, 3)]:
+        columns = (max(0, width - 6), width)
+        index = torch.arange(*rows)[:, None] * width + torch.arange(*columns)
+        expected = hash_words(KEY, index).numpy().astype(np.uint32).view(np.int32)
+        found = element_words(KEY, 5, width, rows=rows, columns=columns)
+        assert found.dtype == torch.int32
+        np.testing.assert_array_equal(found.numpy(), expected)
 
 
 def test_bad_input_is_refused():

@@ -130,7 +130,7 @@ def tensors_of_any_dtype(draw) -> Tensor:
     tensors=st.dictionaries(names, tensors_of_any_dtype(), max_size=3),
     run_id=st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=128),
     weights_digest=st.none() | st.text("0123456789abcdef", min_size=64, max_size=64),
-    weight_storage=st.sampled_from(["fp32", "split32"]),
+    weight_storage=st.sampled_from(["fp32", "split32", "split24"]),
 )
 def test_round_trip_is_lossless(version, seed, update_index, weights, tensors, run_id, weights_digest, weight_storage):
     # Catches nibbles in the wrong order, lost signs, an odd element count, names that JSON changes, and casts.

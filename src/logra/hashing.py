@@ -7,8 +7,9 @@ Nothing is stored and nothing advances; element i of stream `key` is a pure func
 
 with k the first 64 bits of the SHA-256 of the key, so that related keys get unrelated streams.
 
-`mix` is an invertible 32-bit finaliser (xor-shift, multiply, and again). All arithmetic is in integers on int64
-tensors, without overflow, so CPU and GPU agree bit for bit. Not cryptographic.
+`mix` is an invertible 32-bit finaliser (xor-shift, multiply, and again). All arithmetic is in integers, on int64
+tensors without overflow, or on int32 tensors modulo 2^32 (`element_words`), so CPU and GPU agree bit for bit. Not
+cryptographic.
 """
 
 import hashlib
@@ -78,7 +79,7 @@ def hash_words(key: int, index: Tensor) -> Tensor:
         raise LograError(f"hash_words: index has dtype {index.dtype}; allowed is torch.int64")
     hashed_key = derive_key(key)
     low_key, high_key = hashed_key & _MASK, hashed_key >> 32
-    outer_key = (index >> 32).mul_(_as_factor(_ODD)).add_(high_key).bitwise_and_(_MASK)
+    outer_key = (index >> 32).mul_(_signed(_ODD)).add_(high_key).bitwise_and_(_MASK)
     words = _mix_((index & _MASK).bitwise_xor_(low_key))
     return _mix_(words.bitwise_xor_(outer_key))
 
@@ -166,6 +167,52 @@ def uniform(
     return hash_words(key, index).bitwise_right_shift_(8).to(torch.float32).mul_(2.0**-24)
 
 
+def element_words(
+    key: int,
+    num_rows: int,
+    width: int,
+    *,
+    rows: Range | None = None,
+    columns: Range | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """32 random bits for each element of a matrix, or of a slice of it.
+
+    Element (row, col) has the bits of word(key, row * width + col). In arithmetic modulo 2^32 on half the bytes, which is
+    16 times as fast on a CPU as `hash_words`.
+
+    Args:
+        key: stream, from `derive_key`.
+        num_rows: rows of the whole matrix.
+        width: columns of the whole matrix.
+        rows: half-open range of rows; None for all.
+        columns: half-open range of columns; None for all.
+        device: where to generate; None for the CPU.
+
+    Returns:
+        int32 [rows, columns], contiguous: the words in two's complement.
+
+    Raises:
+        LograError: a range that leaves the matrix.
+    """
+    row_start, row_stop = check_range("rows", rows, num_rows)
+    column_start, column_stop = check_range("columns", columns, width)
+    hashed_key = derive_key(key)
+    low_key, high_key = hashed_key & _MASK, hashed_key >> 32
+    first = torch.arange(row_start, row_stop, device=device).mul_(width).unsqueeze(1)
+    column = torch.arange(column_start, column_stop, device=device)
+    # To int32 and between int32, everything is modulo 2^32.
+    words = first.to(torch.int32) + column.to(torch.int32)
+    lowest, highest = row_start * width + column_start, (row_stop - 1) * width + column_stop - 1
+    _mix32_(words.bitwise_xor_(_signed(low_key)))
+    if lowest >> 32 == highest >> 32:
+        words.bitwise_xor_(_signed((high_key + _ODD * (lowest >> 32)) & _MASK))
+    else:
+        high = first.add(column).bitwise_right_shift_(32).to(torch.int32)
+        words.bitwise_xor_(high.mul_(_signed(_ODD)).add_(_signed(high_key)))
+    return _mix32_(words)
+
+
 def check_range(name: str, bounds: Range | None, size: int) -> Range:
     """`bounds`, or (0, size) for None.
 
@@ -180,13 +227,20 @@ def check_range(name: str, bounds: Range | None, size: int) -> Range:
     return start, stop
 
 
-def _as_factor(constant: int) -> int:
-    """`constant` modulo 2**32 in [-2**31, 2**31), so that its product with a value below 2**32 fits in int64."""
+def _signed(constant: int) -> int:
+    """`constant` modulo 2**32 in [-2**31, 2**31): an int32, whose product with a value below 2**32 fits in int64."""
     return constant - 2**32 if constant >= 2**31 else constant
 
 
 def _mix_(x: Tensor) -> Tensor:
     """The finaliser, in place, on int64 values in [0, 2**32)."""
-    x.bitwise_xor_(x >> 16).mul_(_as_factor(0x21F0AAAD)).bitwise_and_(_MASK)
-    x.bitwise_xor_(x >> 15).mul_(_as_factor(0xD35A2D97)).bitwise_and_(_MASK)
+    x.bitwise_xor_(x >> 16).mul_(_signed(0x21F0AAAD)).bitwise_and_(_MASK)
+    x.bitwise_xor_(x >> 15).mul_(_signed(0xD35A2D97)).bitwise_and_(_MASK)
     return x.bitwise_xor_(x >> 15)
+
+
+def _mix32_(x: Tensor) -> Tensor:
+    """The finaliser, in place, on int32 words; products wrap, and right shifts get zeros for the sign."""
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_signed(0x21F0AAAD))
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_signed(0xD35A2D97))
+    return x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF))

@@ -25,6 +25,7 @@ from torch import Tensor
 from logra.contracts import Delta
 from logra.errors import LograError, PacketError
 from logra.hashing import Range, check_range, derive_key
+from logra.merge_rule import WEIGHT_STORAGES
 from logra.rounding import MAX_EXPONENT, MIN_EXPONENT, powers_of_two, qmax_of, round_slices
 from logra.sign_factor import SignFactor
 from logra.tensor_delta import TensorDelta
@@ -32,7 +33,7 @@ from logra.tensor_delta import TensorDelta
 MAX_RANK = 1024
 _BLOCK_ELEMENTS = 2**20  # 4 MiB of fp32: what a merge holds besides the weight
 _MIN_BLOCKS = 4  # also of a small weight, a merge never holds the whole change
-_TEXT_FIELDS = {"run_id": "[!-~]{0,128}", "weights_digest": "[0-9a-f]{64}", "weight_storage": "fp32|split32"}
+_TEXT_FIELDS = {"run_id": "[!-~]{0,128}", "weights_digest": "[0-9a-f]{64}", "weight_storage": "|".join(WEIGHT_STORAGES)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,8 +264,7 @@ class PolicyUpdate:
         run_id: names the run that the update belongs to; "" where it belongs to none. At most 128 characters.
         weights_digest: digest of all weights at `version` (see docs/sync.md), 64 hexadecimal digits; None where it was
             not computed.
-        weight_storage: "fp32" or "split32": the merge rule. With "split32" every merged weight goes through
-            `storage.nudge_ties`, whatever storage a replica has.
+        weight_storage: "fp32", "split32" or "split24": the merge rule (`logra.merge_rule`), whatever storage a replica has.
         deltas: {fully qualified name: TensorDelta} of other tensors that changed and whose old value is known to whoever
             has version `base_version`. A `Publisher` makes them from `tensors`.
 

@@ -61,7 +61,7 @@ class Trained:
         }
 
 
-@pytest.fixture(scope="module", params=["fp32", "split32"])
+@pytest.fixture(scope="module", params=["fp32", "split32", "split24"])
 def trained(request, tmp_path_factory, base):
     return Trained(tmp_path_factory.mktemp("run"), base, request.param, digest_every=2, anchor_every=3)
 

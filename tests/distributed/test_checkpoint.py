@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 CASES = {
     "momentum and adamw": {"non_target": "adamw", "input_scaling": True, "direction": "factored"},
     "split32": {"weight_storage": "split32", "sketch": "one_sided", "direction": "row_adam", "refresh_every": 3},
+    "split24": {"weight_storage": "split24"},
 }
 
 
@@ -30,7 +31,7 @@ def build(kind, case, scale):
     model = Model()
     for parameter in model.parameters():
         parameter.data.mul_(scale)
-    model = model.bfloat16() if case == "split32" else model
+    model = model.bfloat16() if case.startswith("split") else model
     if kind in MESHES:
         mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=MESHES[kind])
         if kind == "hsdp":

@@ -163,17 +163,18 @@ def test_an_absent_process_is_an_error_after_the_groups_timeout(workers, tmp_pat
 
 
 def other_storages(rank):
-    """Mixed precision, split32 and a dense inner AdamW on shards."""
+    """Mixed precision, split weights and a dense inner AdamW on shards."""
     results = {}
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     results["bf16 compute"] = train(sharded(Model(), mp_policy=policy), own_part(batch(), rank), **TRUST)
-    results["split32"] = train(sharded(Model().bfloat16()), own_part(batch(), rank), weight_storage="split32")
+    for storage in ("split32", "split24"):
+        results[storage] = train(sharded(Model().bfloat16()), own_part(batch(), rank), weight_storage=storage)
     results["adamw"] = train(sharded(Model()), own_part(batch(), rank), non_target="adamw", max_grad_norm=0.05)
     dist.barrier()
     return results
 
 
-def test_mixed_precision_split32_and_a_dense_inner_adamw(workers, tmp_path):
+def test_mixed_precision_split_weights_and_a_dense_inner_adamw(workers, tmp_path):
     results = workers.run(other_storages, 2, tmp_path)
     for name, first in results[0].items():
         assert all(torch.equal(value, results[1][name]["weights"][fqn]) for fqn, value in first["weights"].items())

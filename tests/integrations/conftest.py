@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import logra
-from logra.hashing import derive_key
+from logra.hashing import derive_key, hash_words
 from logra.sync import BaseModel, DirectoryLog, Manifest, Piece, Placement, Publisher
 from logra.sync.layout import weights_digest, whole_piece
 from logra.sync.publisher import optimizer_layout
@@ -178,7 +178,7 @@ class Trainer:
     def __init__(self, storage: str = "fp32", num_updates: int = 4) -> None:
         generator = torch.Generator().manual_seed(3)
         base = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-        if storage == "split32":
+        if storage != "fp32":
             base = {name: value.bfloat16().float() for name, value in base.items()}
         self.storage = storage
         self.weights = [base]
@@ -202,7 +202,7 @@ class Trainer:
                 factor_bits=4,
                 key=derive_key("test", step, name),
             )
-            after[name] = merged(after[name] - changes[name].dense(), self.storage)
+            after[name] = merged(after[name] - changes[name].dense(), self.storage, step + 1, name)
         tensors = {"model.norm.weight": after["model.norm.weight"] * 1.25}
         after |= tensors
         digest = digest_of(after) if step % 2 else None
@@ -210,11 +210,16 @@ class Trainer:
         self.weights.append(after)
 
 
-def merged(value: Tensor, storage: str) -> Tensor:
-    """The merge rule: a run with bf16 planes moves ties between two bf16 numbers towards the even one."""
+def merged(value: Tensor, storage: str, version: int, name: str) -> Tensor:
+    """The merge rule: runs with bf16 planes move ties between bf16 numbers towards the even one, or round to 24 bits."""
     if storage == "fp32":
         return value
     bits = value.view(torch.int32)
+    if storage == "split24":
+        words = hash_words(derive_key("split24", 0, version, name), torch.arange(value.numel()).view(value.shape))
+        bits = (bits + (words % 256).int()) & ~0xFF
+        away = torch.where((words >> 8) % 2 == 1, 256, -256).int()
+        return torch.where(bits & 0xFFFF == 0x8000, bits + away, bits).view(torch.float32)
     moved = torch.where((bits >> 16) % 2 == 1, bits + 1, bits - 1)
     return torch.where(bits & 0xFFFF == 0x8000, moved, bits).view(torch.float32)
 
@@ -307,7 +312,7 @@ def fresh_answer(probe: ModuleType, folder: Path, dtype: str = "float32", settin
 @pytest.fixture(scope="session")
 def trainers() -> dict[str, Trainer]:
     """One run for each merge rule; nobody changes them."""
-    return {storage: Trainer(storage) for storage in ("fp32", "split32")}
+    return {storage: Trainer(storage) for storage in ("fp32", "split32", "split24")}
 
 
 @pytest.fixture

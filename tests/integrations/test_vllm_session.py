@@ -39,7 +39,7 @@ def anchor(weights, version, *, is_last=True) -> UpdateInfo:
 # ---- exactness ----
 
 
-@pytest.mark.parametrize("storage", ["fp32", "split32"])
+@pytest.mark.parametrize("storage", ["fp32", "split32", "split24"])
 def test_packets_make_the_trainers_bits_in_the_parameters(tools, trainers, storage):
     # Catches a merge rule that follows the dtype of the engine, and rows of a fused tensor that are mixed up.
     trainer = trainers[storage]
@@ -59,15 +59,19 @@ def test_parameters_keep_their_memory(tools, trainer):
     assert [parameter.data_ptr() for parameter in session._model.parameters()] == before
 
 
-def test_a_bf16_engine_is_exact_with_a_low_plane_in_host_memory(tools, trainers):
-    trainer = trainers["split32"]
+@pytest.mark.parametrize(("storage", "low"), [("split32", torch.int16), ("split24", torch.int8)])
+def test_a_bf16_engine_is_exact_with_a_low_plane_in_host_memory(tools, trainers, storage, low):
+    trainer = trainers[storage]
     session = joined(tools, trainer, dtype=torch.bfloat16)
+    assert session.state()["storage"] == storage
     for update in trainer.updates:
         send(session, update)
+        if update.version == 2:  # full weights in between fit the planes that are there
+            session.receive(anchor(trainer.weights[2], 2))
     tools.assert_same_bits(weights_of(tools, session), trainer.weights[-1])
     piece = session._replica.layout["model.layers.0.mlp.up_proj.weight"].pieces[0]
     assert piece.tensor.dtype == torch.bfloat16
-    assert piece.lo.device.type == "cpu"
+    assert (piece.lo.device.type, piece.lo.dtype) == ("cpu", low)
     # What the engine computes with is the trainer's weight, rounded to nearest.
     assert torch.equal(piece.tensor, trainer.weights[-1]["model.layers.0.mlp.up_proj.weight"].bfloat16())
 

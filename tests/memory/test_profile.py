@@ -31,10 +31,11 @@ def test_a_sketched_model(tiny_lm, token_ids):
     assert found["sync"] == sum((3 + 2) * (num_out + num_in) for num_out, num_in in sizes)
 
 
-def test_the_low_plane_of_split_weights_is_a_weight(make_lm, token_ids):
+@pytest.mark.parametrize(("storage", "num_bytes"), [("split32", 4), ("split24", 3)])
+def test_the_low_plane_of_split_weights_is_a_weight(make_lm, token_ids, storage, num_bytes):
     model = make_lm().to(torch.bfloat16)
-    opt = logra.SketchOptimizer(model, rank=3, target_modules="all-linear", weight_storage="split32")
-    whole = 4 * sum(target.parameter.numel() for target in opt.targets)
+    opt = logra.SketchOptimizer(model, rank=3, target_modules="all-linear", weight_storage=storage)
+    whole = num_bytes * sum(target.parameter.numel() for target in opt.targets)
     assert logra.memory.profile(model, opt)["weights"] == whole
 
 

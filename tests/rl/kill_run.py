@@ -95,7 +95,7 @@ def instrument(points: Points) -> None:
     points.wrap(CheckedGRPOTrainer, "_generate_single_turn", "rollout")
     points.wrap(CheckedGRPOTrainer, "_calculate_rewards", "rollout")
     points.wrap(torch.Tensor, "backward", "backward")
-    points.wrap(sketch_optimizer.storage, "apply_update_", "update")
+    points.wrap(sketch_optimizer.merging, "merge", "update")
     points.wrap(torch.optim.AdamW, "step", "update")
     points.wrap(durable, "_write_all", "append", half_a_packet)
     points.wrap(durable, "sync_directory", "append")

@@ -65,6 +65,10 @@ from logra.rl.guards.config import GuardsConfig, ReferenceReset, Rule, Sentinels
             lambda: TrainConfig(output_dir="x", logra=logra.Config(weight_storage="split32", non_target="adamw")),
             "logra.non_target='adamw' with logra.weight_storage='split32'",
         ),
+        (
+            lambda: TrainConfig(output_dir="x", logra=logra.Config(weight_storage="split24", non_target="adamw")),
+            "logra.non_target='adamw' with logra.weight_storage='split24'",
+        ),
     ],
 )  # fmt: skip
 def test_values_that_are_not_allowed(build, message):

@@ -154,7 +154,7 @@ def test_stop_ends_the_training_after_the_step(make_trainer):
     assert trainer.state.global_step == 1 and trainer.wants_to_stop
 
 
-@pytest.mark.parametrize("storage", ["fp32", "split32"])
+@pytest.mark.parametrize("storage", ["fp32", "split32", "split24"])
 def test_rollback_restores_a_version_exactly_and_replicas_follow(make_trainer, tmp_path, storage):
     class EntropyCollapsesAt(TrainerCallback):
         """Makes the entropy of step 5 look collapsed, and keeps the weights of every version."""

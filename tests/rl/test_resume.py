@@ -115,6 +115,7 @@ def test_a_longer_run_continues_a_finished_one(run, tmp_path):
     "settings",
     [
         {"logra": logra.Config(lr=1e-3, rank=4, weight_storage="split32")},
+        {"logra": logra.Config(lr=1e-3, rank=4, weight_storage="split24")},
         {"logra": logra.Config(lr=1e-3, rank=4, non_target="adamw")},
         {"logra": logra.Config(lr=1e-3, rank=4, sketch="one_sided", direction="row_adam", refresh_every=2, momentum=0.9,
                                input_scaling=True)},
@@ -123,7 +124,7 @@ def test_a_longer_run_continues_a_finished_one(run, tmp_path):
         pytest.param({"method": "galore", "galore": GaLoreConfig(rank=4, lr=1e-2, update_proj_gap=2)}, marks=OPTIONAL),
         pytest.param({"method": "apollo", "apollo": ApolloConfig(rank=4, lr=1e-2, update_proj_gap=2)}, marks=OPTIONAL),
     ],
-    ids=["split32", "non_target", "one_sided", "priced", "galore", "apollo"],
+    ids=["split32", "split24", "non_target", "one_sided", "priced", "galore", "apollo"],
 )  # fmt: skip
 def test_every_state_of_the_optimizer_comes_back(run, settings):
     whole, _ = run("whole", **settings)

@@ -52,7 +52,7 @@ def build(kind, make_model, make_args, dataset, tokenizer, reward, **extra):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("storage", ["fp32", "split32"])
+@pytest.mark.parametrize("storage", ["fp32", "split32", "split24"])
 def test_replicas_follow_a_roll_back(tmp_path, make_model, make_args, dataset, tokenizer, num_letters, storage):
     """Fails if the log gets a gap or a second history, or if momentum of the steps taken back survives."""
 

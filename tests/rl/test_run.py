@@ -156,6 +156,7 @@ def test_every_method_saves_the_policy_it_trained(run, method, tokenizer):
     "settings",
     [
         {"logra": logra.Config(lr=1e-4, rank=4, weight_storage="split32")},
+        {"logra": logra.Config(lr=1e-4, rank=4, weight_storage="split24")},
         {"logra": logra.Config(lr=1e-4, rank=4, non_target="adamw")},
         {"use_trust": False},
         {"run": RunConfig(num_steps=3, device="cpu", precision="bf16")},

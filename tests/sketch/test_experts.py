@@ -95,7 +95,9 @@ def test_experts_without_a_token_are_left_alone():
             assert torch.equal(merged, weight), name
 
 
-@pytest.mark.parametrize(("storage", "dtype"), [("fp32", torch.float32), ("split32", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("storage", "dtype"), [("fp32", torch.float32), ("split32", torch.bfloat16), ("split24", torch.bfloat16)]
+)
 def test_replicas_follow_to_the_bit(storage, dtype, tmp_path):
     model = make_model().to(dtype)
     opt = logra.SketchOptimizer(model, lr=1e-2, rank=4, target_modules=TARGETS, weight_storage=storage)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from logra.hashing import derive_key
+from logra.hashing import derive_key, hash_words
 from logra.sync import BaseModel, Manifest, Piece, Placement, Replica, fused_rows, module_layout
 from logra.sync.layout import weights_digest
 from logra.tensor_delta import TensorDelta
@@ -50,6 +50,15 @@ def reference_nudge(value: np.ndarray) -> np.ndarray:
     return np.where(tie & odd, bits + 1, np.where(tie, bits - 1, bits)).astype(np.uint32).view(np.float32)
 
 
+def reference_round24(value: np.ndarray, seed: int, version: int, name: str) -> np.ndarray:
+    """docs/sync.md, in integers of 64 bits, with the words of `hash_words`."""
+    index = torch.arange(value.size).view(value.shape)
+    words = hash_words(derive_key("split24", seed, version, name), index).numpy()
+    bits = (value.view(np.uint32).astype(np.int64) + words % 256) // 256 * 256
+    bits += (bits % 65536 == 0x8000) * np.where(words >> 8 & 1, 256, -256)
+    return bits.astype(np.uint32).view(np.float32)
+
+
 def reference_change(update: LowRankUpdate) -> np.ndarray:
     """dW from its formula in float64, where the integers and the powers of two are exact."""
     num_out, num_in = update.shape
@@ -67,7 +76,7 @@ class Run:
     """The slow trainer: canonical fp32 weights of every version, and the updates between them.
 
     Args:
-        storage: merge rule. The base of a split32 run is exact in bf16, as a bf16 checkpoint is.
+        storage: merge rule. The base of a split32 or split24 run is exact in bf16, as a bf16 checkpoint is.
         num_updates: length.
         seed: of everything.
         digest_every: versions with a digest.
@@ -76,7 +85,7 @@ class Run:
     def __init__(self, storage: str = "fp32", num_updates: int = 6, seed: int = 0, digest_every: int = 2) -> None:
         self.storage, self.seed = storage, seed
         model = Policy(seed)
-        if storage == "split32":
+        if storage != "fp32":
             model = model.to(torch.bfloat16)
         else:
             # Values whose low half is a tie, so that the merge rules differ.
@@ -107,7 +116,10 @@ class Run:
             weights[name] = random_update(tuple(after[name].shape), step, index, self.seed, generator)
             decayed = after[name].numpy() * np.float32(weights[name].decay)
             merged = decayed - reference_change(weights[name])
-            merged = reference_nudge(merged) if self.storage == "split32" else merged
+            if self.storage == "split32":
+                merged = reference_nudge(merged)
+            elif self.storage == "split24":
+                merged = reference_round24(merged, self.seed, step + 1, name)
             after[name] = torch.from_numpy(merged.copy())
         tensors, deltas = {}, {}
         if step % 2:
@@ -247,12 +259,15 @@ def build(kind: str, run: Run, version: int = 0) -> Follower:
         num_ranks = int(kind.rpartition("-")[2])
         layouts = [rank_layout(weights, rank, num_ranks, dtype) for rank in range(num_ranks)]
         follower = Follower([Replica(layout, version, storage) for layout in layouts])
-    if storage == "split32":
+    if storage in ("split32", "split24"):
         follower.load(weights, version)  # the low plane of a base in fp32
     return follower
 
 
-EXACT_KINDS = ("fp32-module", "split32-module", "fp32-shards-2", "split32-shards-3")
+STORAGES = ("fp32", "split32", "split24")
+EXACT_KINDS = (
+    "fp32-module", "split32-module", "split24-module", "fp32-shards-2", "split32-shards-3", "split24-shards-3",
+)  # fmt: skip
 KINDS = (*EXACT_KINDS, "bf16-module", "bf16-shards-2")
 
 
@@ -281,20 +296,36 @@ def tools() -> type[Tools]:
 @pytest.fixture(scope="session")
 def runs() -> dict[str, Run]:
     """One run of six updates for each merge rule; nobody changes them."""
-    return {storage: Run(storage) for storage in ("fp32", "split32")}
+    return {storage: Run(storage) for storage in STORAGES}
 
 
-@pytest.fixture(params=["fp32", "split32"])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every kind of replica follows every run; those of 24 bits follow runs of 24 bits alone."""
+    for fixture, kinds in (("kind", KINDS), ("exact_kind", EXACT_KINDS)):
+        if fixture in metafunc.fixturenames:
+            pairs = [
+                (storage, kind)
+                for storage in STORAGES
+                for kind in kinds
+                if storage == "split24" or not kind.startswith("split24")
+            ]
+            metafunc.parametrize(("run", fixture), pairs, indirect=True)
+            return
+    if "run" in metafunc.fixturenames:
+        metafunc.parametrize("run", STORAGES, indirect=True)
+
+
+@pytest.fixture
 def run(request, runs) -> Run:
     return runs[request.param]
 
 
-@pytest.fixture(params=EXACT_KINDS)
+@pytest.fixture
 def exact_kind(request) -> str:
     return request.param
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture
 def kind(request) -> str:
     return request.param
 

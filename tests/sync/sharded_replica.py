@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from logra.sync import DirectoryLog, Replica
 
-CASES = (("fsdp2", "fp32"), ("fsdp2", "split32"), ("tp", "fp32"))
+CASES = (("fsdp2", "fp32"), ("fsdp2", "split32"), ("fsdp2", "split24"), ("tp", "fp32"), ("tp", "split24"))
 NUM_RANKS = 2
 
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from logra.errors import LograError
 from logra.hashing import derive_key, hash_words
-from logra.storage import nudge_ties, split32
+from logra.merge_rule import nudge_ties
+from logra.storage import split32
 from logra.sync import module_layout
 from logra.sync.digest import checksum, combine, total
 from logra.sync.layout import Piece, canonical_weights, weights_digest

@@ -70,7 +70,7 @@ def read_packet(data: bytes) -> tuple[dict, dict, tuple]:
     return json.loads(header["__metadata__"]["logra"]), tensors, tuple(numbers)
 
 
-def merge(weight: np.ndarray, tensors, entry, index: int, *, nudge: bool) -> np.ndarray:
+def merge(weight: np.ndarray, tensors, entry, index: int, storage: str, seed: int, version: int) -> np.ndarray:
     (num_out, num_in), rank = entry["shape"], entry["rank"]
     product = factor(tensors, entry, index, "out", (num_out, rank)) @ factor(
         tensors, entry, index, "in", (rank, num_in)
@@ -80,10 +80,20 @@ def merge(weight: np.ndarray, tensors, entry, index: int, *, nudge: bool) -> np.
     )
     merged = weight * np.float32(entry["decay"]) - product * scale_out[:, None] * scale_in
     bits = merged.view(np.uint32)
-    if nudge:
+    if storage == "split32":
         tie = (bits & 0xFFFF) == 0x8000
         bits = np.where(tie, np.where(bits >> 16 & 1, bits + 1, bits - 1), bits).astype(np.uint32)
-    return bits.view(np.float32)
+    elif storage == "split24":
+        stream = key("split24", seed, version, entry["name"])
+        bits = np.array([round24(b, word(stream, i)) for i, b in enumerate(bits.ravel().tolist())], dtype=np.uint32)
+    return bits.view(np.float32).reshape(num_out, num_in)
+
+
+def round24(b: int, w: int) -> int:
+    b = (b + w % 256) & ~0xFF
+    if b & 0xFFFF == 0x8000:
+        b += 256 if w >> 8 & 1 else -256
+    return b
 
 
 def move(weight: np.ndarray, planes: np.ndarray, dtype: str) -> np.ndarray:
@@ -133,9 +143,9 @@ def test_the_page_is_enough_to_follow_a_run(run, log):
         description, tensors, numbers = read_packet((log.path / f"{version:012d}.update").read_bytes())
         assert numbers == (version - 1, version, manifest["seed"], version - 1)
         assert description["run_id"] == manifest["run_id"]
-        nudge = description["weight_storage"] == "split32"
+        rule = (description["weight_storage"], manifest["seed"], version)
         for index, entry in enumerate(description["weights"]):
-            weights[entry["name"]] = merge(weights[entry["name"]], tensors, entry, index, nudge=nudge)
+            weights[entry["name"]] = merge(weights[entry["name"]], tensors, entry, index, *rule)
         for index, name in enumerate(description["tensors"]):
             value = tensors[f"t{index}"]
             weights[name] = value.astype(np.float32)
@@ -163,7 +173,10 @@ def test_the_page_is_enough_to_read_an_anchor(run, log):
     assert weights.keys() == run.weights[4].keys()
 
 
-@pytest.mark.parametrize("name", ["LOGRAUPD", "LOGRAWTS", "0x21F0AAAD", "0xD35A2D97", "0x9E3779B9", "X-Content-SHA256"])
+@pytest.mark.parametrize(
+    "name",
+    ["LOGRAUPD", "LOGRAWTS", "0x21F0AAAD", "0xD35A2D97", "0x9E3779B9", "X-Content-SHA256", "round24"],
+)
 def test_the_page_names_what_this_reader_uses(name):
     from pathlib import Path
 

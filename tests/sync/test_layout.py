@@ -1,6 +1,7 @@
 """Pieces: which tensors hold which rectangle of which weight, and that sharding changes no bit."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from logra.errors import LograError
 from logra.hashing import derive_key
+from logra.merge_rule import MergeRule
 from logra.sync import Piece, Placement, Replica, fused_rows, module_layout
 from logra.update import PolicyUpdate, SignFactor, round_factors
 
@@ -41,20 +43,29 @@ def make_update(seed: int, shapes: dict[str, tuple[int, int]], step: int, tensor
     return PolicyUpdate(step, step + 1, 0, step, weights, tensors or {})
 
 
+def settle(whole: torch.Tensor, update: PolicyUpdate, name: str) -> None:
+    """The last line of the merge rule, on a whole weight."""
+    rule = MergeRule.of(update.weight_storage, seed=update.seed, version=update.version, name=name)
+    rule.settle_(whole, *[tuple(whole.shape), *((0, size) for size in whole.shape)])
+
+
 NAMES = ("q", "k", "v", "gate", "up", "o", "down")
 
 
 @settings(max_examples=60)
-@given(data=st.data(), num_ranks=st.sampled_from([1, 2, 4, 8]), storage=st.sampled_from(["fp32", "split32"]))
+@given(data=st.data(), num_ranks=st.sampled_from([1, 2, 4, 8]), storage=st.sampled_from(["fp32", "split32", "split24"]))
 def test_any_slicing_gives_the_bits_of_the_whole(data, num_ranks, storage):
     # Catches shards that take a wrong slice of a factor, of an exponent or of the signs, and fused blocks that are out of
-    # order. Cuts are anywhere, so shards may be empty; q, k, v and gate, up are fused on every rank.
+    # order. Cuts are anywhere, so shards may be empty; q, k, v and gate, up are fused on every rank. With the rule of
+    # split24, which any storage may follow, catches noise that is counted from the first element of a shard.
     sizes = st.integers(1, 40)
     width = data.draw(sizes)
     shapes = {name: (data.draw(sizes), width) for name in NAMES[:5]}
     shapes |= {name: (width, data.draw(sizes)) for name in NAMES[5:]}
     base = {name: torch.randn(shape, generator=torch.Generator().manual_seed(7)) for name, shape in shapes.items()}
     dtype = torch.float32 if storage == "fp32" else torch.bfloat16
+
+    rule = "split24" if storage == "split24" else data.draw(st.sampled_from(["fp32", "split24"]))
 
     def draw_cuts(size: int) -> list[tuple[int, int]]:
         edges = [0, *sorted(data.draw(st.integers(0, size)) for _ in range(num_ranks - 1)), size]
@@ -77,9 +88,10 @@ def test_any_slicing_gives_the_bits_of_the_whole(data, num_ranks, storage):
 
     expected = {name: value.clone() for name, value in base.items()}
     for step in range(2):
-        update = make_update(data.draw(st.integers(0, 1000)), shapes, step)
+        update = replace(make_update(data.draw(st.integers(0, 1000)), shapes, step), weight_storage=rule)
         for name, weight in update.weights.items():
             weight.apply_(expected[name])
+            settle(expected[name], update, name)
         for replica in replicas:
             replica.apply(update)
     for replica in replicas:
@@ -87,6 +99,7 @@ def test_any_slicing_gives_the_bits_of_the_whole(data, num_ranks, storage):
             (piece,) = placement.pieces
             part = expected[name][slice(*piece.rows), slice(*piece.columns)]
             assert torch.equal(piece.value(0, piece.tensor.shape[0]), part), name
+            assert piece.lo is None or piece.lo.dtype == (torch.int8 if storage == "split24" else torch.int16)
 
 
 def test_a_weight_may_live_in_many_pieces():
@@ -109,7 +122,7 @@ def test_a_weight_may_live_in_many_pieces():
         assert torch.equal(piece.tensor, expected)
 
 
-@pytest.mark.parametrize("storage", ["fp32", "split32"])
+@pytest.mark.parametrize("storage", ["fp32", "split32", "split24"])
 def test_modules_that_store_the_transpose(storage):
     # Catches an update merged into [in, out] as if it were [out, in]; the matrix is square, so shapes do not tell.
     dtype = torch.float32 if storage == "fp32" else torch.bfloat16
@@ -120,7 +133,10 @@ def test_modules_that_store_the_transpose(storage):
     stored = model["frozen"].weight.detach() + 1
     expected = model["attn"].weight.detach().float().T.clone()
     update = make_update(3, {"attn.weight": (8, 8)}, 0, {"frozen.weight": stored})
+    rule = storage if storage == "split24" else "fp32"
+    update = replace(update, weight_storage=rule)
     update.weights["attn.weight"].apply_(expected)
+    settle(expected, update, "attn.weight")
     replica.apply(update)
     assert torch.equal(replica.weights()["attn.weight"].float(), expected)
     assert torch.equal(model["attn"].weight.float(), expected.T.to(dtype).float())

@@ -33,7 +33,7 @@ def make_publisher(log, opt):
     return Publisher(log, opt, base_model="tiny", digest_every=2, anchor_every=3)
 
 
-STORAGES = [("fp32", "freeze"), ("fp32", "adamw"), ("split32", "freeze")]
+STORAGES = [("fp32", "freeze"), ("fp32", "adamw"), ("split32", "freeze"), ("split24", "freeze")]
 
 
 @pytest.mark.parametrize(("storage", "non_target"), STORAGES)
@@ -51,20 +51,23 @@ def test_replicas_of_every_storage_follow_a_real_run(make_lm, token_ids, tmp_pat
     assert log.manifest is not None
     assert (log.manifest.weight_storage, log.manifest.seed, log.manifest.base.model) == (storage, 3, "tiny")
     expected = weights_digest(optimizer_layout(opt))
-    for replica_storage in ("fp32", "split32"):
+    for replica_storage in ("fp32", "split32", *(("split24",) if storage == "split24" else ())):
         dtype = torch.float32 if replica_storage == "fp32" else torch.bfloat16
         replica = Replica(copy.deepcopy(base).to(dtype), storage=replica_storage)
-        replica.load(canonical_weights(module_layout(base)), 0)
+        if dtype != next(base.parameters()).dtype:
+            replica.load(canonical_weights(module_layout(base)), 0)
         assert replica.catch_up(log) == 5
         assert replica.digest() == expected
         assert replica.verified_version == 4
     anchor = log.read_anchor(3)
     moving = {f"layers.{i}.{name}.weight" for i in range(2) for name in PATTERNS}
     assert anchor.keys() == (moving if non_target == "freeze" else dict(model.named_parameters()).keys())
-    late = Replica(copy.deepcopy(base).float())
-    late.load(anchor, 3)
-    late.catch_up(log)
-    assert late.digest() == expected
+    for late_storage in {"fp32", storage}:
+        dtype = torch.float32 if late_storage == "fp32" else torch.bfloat16
+        late = Replica(copy.deepcopy(base).to(dtype), storage=late_storage)
+        late.load(anchor, 3)
+        late.catch_up(log)
+        assert late.digest() == expected
     assert [update.weights_digest is not None for update in published] == [False, True, False, True, False]
 
 

@@ -295,8 +295,50 @@ def test_a_rank_may_hold_nothing_of_a_weight(tools, runs):
         replica.weights()
 
 
+def test_planes_of_8_bits_follow_runs_of_24_bits_alone(tools, runs, tmp_path):
+    # Catches a replica that rounds away what the trainer has, and one that is refused halfway.
+    for storage in ("fp32", "split32"):
+        run = runs[storage]
+        log = DirectoryLog(tmp_path / storage, run.manifest)
+        follower = tools.build("split24-module", run)
+        before = state(follower)
+        with pytest.raises(PacketError, match=f"weight_storage is '{storage}'; a replica with storage='split24'"):
+            follower.apply(run.updates[0])
+        with pytest.raises(PacketError, match="Use storage='split32'"):
+            follower.catch_up(log)
+        assert_unchanged(tools, follower, before)
+
+
+def test_planes_of_8_bits_are_what_targets_have(tools, runs):
+    # Catches low planes of 16 bits that stay behind an anchor, and tensors of 32 bits that planes of 8 would round.
+    run = runs["split24"]
+    (replica,) = tools.build("split24-module", run).replicas
+    low = {name: placement.pieces[0].lo.dtype for name, placement in replica.layout.items()}
+    assert set(low.values()) == {torch.int16}
+    replica.apply(run.updates[0])
+    low = {name: placement.pieces[0].lo.dtype for name, placement in replica.layout.items()}
+    assert {name for name, dtype in low.items() if dtype == torch.int8} == set(tools.targets)
+    replica.load(run.weights[3], 3)
+    low = {name: placement.pieces[0].lo.dtype for name, placement in replica.layout.items()}
+    assert {name for name, dtype in low.items() if dtype == torch.int8} == set(tools.targets)
+    tools.assert_same_bits(replica.weights(), run.weights[3])
+    before = {name: value.clone() for name, value in replica.weights().items()}
+    name = tools.targets[0]
+    finer = run.weights[3][name] + 2.0**-20
+    delta = TensorDelta.between(run.weights[3][name], finer)
+    for changed in ({"tensors": {name: finer}}, {"deltas": {name: delta}}):
+        bad = replace(run.updates[3], **({"weights": {}, "tensors": {}, "deltas": {}} | changed))
+        with pytest.raises(PacketError, match="more than the 24 bits"):
+            replica.apply(bad)
+    with pytest.raises(PacketError, match="more than the 24 bits"):
+        replica.load({name: finer}, 3)
+    tools.assert_same_bits(replica.weights(), before)
+    replica.apply(run.updates[3])
+    tools.assert_same_bits(replica.weights(), run.weights[4])
+
+
 def test_settings_that_cannot_work_are_refused(tools, runs):
-    for storage in ("split32", "bf16"):
+    for storage in ("split32", "split24", "bf16"):
         with pytest.raises(SyncError, match=r"needs torch.bfloat16 weights, the model's matrices are torch.float32"):
             Replica(tools.Policy(), storage=storage)
     with pytest.raises(SyncError, match=r"needs torch.float32"):

@@ -52,7 +52,10 @@ def folder(tmp_path_factory, runs, program) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("kind", "storage"), [("fsdp2", "fp32"), ("fsdp2", "split32"), ("tp", "fp32")])
+@pytest.mark.parametrize(
+    ("kind", "storage"),
+    [("fsdp2", "fp32"), ("fsdp2", "split32"), ("fsdp2", "split24"), ("tp", "fp32"), ("tp", "split24")],
+)
 def test_sharded_modules_follow_bit_for_bit(runs, folder, program, tools, kind, storage):
     # Catches a wrong offset of a shard (9 and 14 rows on two ranks), and a write into FSDP2's gathered copy, or a forward
     # that still uses it.

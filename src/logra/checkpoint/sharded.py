@@ -12,7 +12,7 @@ Tensors go through torch.distributed.checkpoint (DCP), under fully qualified nam
 
 A DTensor (FSDP2, tensor parallelism) is saved as the rows and columns that each process holds, with their offsets in the
 whole tensor; DCP reads back those that a process holds then, whatever the mesh. What has the rows and columns of a weight
-is saved like the weight: the low plane of split32, and the moments of non-targets. Momentum, second moments and input
+is saved like the weight: the low plane of split weights, and the moments of non-targets. Momentum, second moments and input
 scales of targets are whole on every process, and are saved once.
 
 DCP's own file format pickles its metadata. This uses its safetensors format, whose offsets lie in the headers of the files,

@@ -8,6 +8,7 @@ from typing import Any
 from logra.errors import LograError
 from logra.memory.categories import SHAPE_CALCULATION
 from logra.memory.table import method_table, readable
+from logra.merge_rule import WEIGHT_STORAGES
 from logra.planner.models import PRESETS
 from logra.planner.options import METHODS, PlanOptions
 from logra.planner.plan import plan
@@ -92,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--precision", choices=("bf16", "fp32"), default=default.precision, help="of the compute")
     parser.add_argument("--rank", type=int, help="of sketches or adapters (default: the method's own)")
     parser.add_argument(
-        "--weight-storage", choices=("fp32", "split32"), default=default.weight_storage, help="of the sketched methods"
+        "--weight-storage", choices=WEIGHT_STORAGES, default=default.weight_storage, help="of the sketched methods"
     )
     parser.add_argument("--no-activation-checkpointing", action="store_true", help="keep all activations")
     parser.add_argument("--whole-logits", action="store_true", help="make the logits of all tokens at once")

@@ -117,7 +117,7 @@ def _load(location: str, manifest: Manifest) -> Any:
     """The base model in fp32, with the values that the trainer began from."""
     from transformers import AutoModelForCausalLM
 
-    trained = torch.bfloat16 if manifest.weight_storage == "split32" else torch.float32
+    trained = torch.float32 if manifest.weight_storage == "fp32" else torch.bfloat16
     revision = {} if Path(location).is_dir() or manifest.base.revision is None else {"revision": manifest.base.revision}
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(location, dtype=trained, **revision)

@@ -46,8 +46,9 @@ class Config:
     """Clip the norm of the recovered gradient before it enters the moments; None does not."""
     trust: TrustPolicy | None = None
     """A logra.TrustRegion that scales each step to a KL budget; None takes every step in full."""
-    weight_storage: Literal["fp32", "split32"] = "fp32"
-    """fp32 parameters, or bf16 parameters whose remaining 16 bits the optimizer keeps."""
+    weight_storage: Literal["fp32", "split32", "split24"] = "fp32"
+    """fp32 parameters, or bf16 parameters with 16 more bits that the optimizer keeps (together fp32), or with 8 more bits,
+    to which every update is rounded at random without bias."""
     factor_bits: Literal[4, 8] = 4
     """Bits of the integer factors of an update."""
     seed: int = 0

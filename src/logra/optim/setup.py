@@ -12,7 +12,7 @@ from logra.optim.config import Config
 from logra.sketch.capture import SketchSpec
 from logra.sketch.targets import Target
 
-WEIGHT_DTYPES = {"fp32": torch.float32, "split32": torch.bfloat16}
+WEIGHT_DTYPES = {"fp32": torch.float32, "split32": torch.bfloat16, "split24": torch.bfloat16}
 """Dtype that the model's weights must have, by `Config.weight_storage`."""
 
 
@@ -42,8 +42,8 @@ def check_dtypes(config: Config, targets: Sequence[Target]) -> None:
         if target.parameter.dtype != expected:
             raise ConfigError(
                 f"weight_storage={config.weight_storage!r} needs {expected} weights, but {target.fqn!r} is "
-                f"{target.parameter.dtype}. Load the model in {expected}, or use weight_storage='split32' for bfloat16 "
-                f"and 'fp32' for float32 weights."
+                f"{target.parameter.dtype}. Load the model in {expected}, or use weight_storage='split32' or "
+                f"'split24' for bfloat16 and 'fp32' for float32 weights."
             )
 
 

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from logra import distributed, shards, storage
+from logra import distributed, shards
 from logra.contracts import StepObserver
 from logra.errors import ConfigError, NonFiniteProbeError, ProbeError
 from logra.hashing import derive_key
-from logra.optim import gradients, input_scaling, length, setup, state
+from logra.merge_rule import MergeRule
+from logra.optim import gradients, input_scaling, length, merging, setup, state
 from logra.optim.config import Config
 from logra.optim.distance import ProposedStep
 from logra.optim.layer import LayerGradient, Proposal, propose
@@ -68,10 +69,7 @@ class SketchOptimizer(torch.optim.Optimizer):
         self._built = False
         super().__init__(groups, {})
         self._built = True
-        if config.weight_storage == "split32":
-            for target in self.targets:
-                # A bf16 checkpoint is the fp32 value with nothing in the low plane.
-                self.state[target.parameter]["lo"] = torch.zeros_like(target.parameter, dtype=torch.int16)
+        merging.add_low_planes(config.weight_storage, self.targets, self.state)
         self._capture = Capture(
             model,
             self.targets,
@@ -356,7 +354,10 @@ class SketchOptimizer(torch.optim.Optimizer):
     ) -> PolicyUpdate:
         shards.reshard(self.model)  # what the probe gathered is about to change
         for target in moving:
-            self._merge(target, updates[target.fqn])
+            rule = MergeRule.of(
+                self.config.weight_storage, seed=self.config.seed, version=self.version + 1, name=target.fqn
+            )
+            merging.merge(target, self.state.get(target.parameter, {}), updates[target.fqn], rule)
         for target in moving:
             self.state[target.parameter].update(proposals[target.fqn].state)
         tensors = self._step_non_targets(dense_step)
@@ -375,16 +376,6 @@ class SketchOptimizer(torch.optim.Optimizer):
         )
         self.param_groups[0]["version"] = version + 1
         return update
-
-    def _merge(self, target: Target, update: LowRankUpdate) -> None:
-        """The rows and columns of an update into what this process holds of the weight."""
-        held = target.sharding.held
-        if 0 in held.shape:
-            return
-        lo: Tensor | None = self.state.get(target.parameter, {}).get("lo")
-        if lo is not None:
-            lo = shards.local(lo).T if target.transposed else shards.local(lo)
-        storage.apply_update_(update, target.weight, lo, rows=held.rows, columns=held.columns)
 
     # ---- capture and its checks ----
 

@@ -34,8 +34,8 @@ class PlanOptions:
     """Make logits chunk by chunk (`logra.chunked_head`)."""
     rank: int | None = None
     """Rank of sketches (logra, paper) or adapters (lora); None is the method's own."""
-    weight_storage: Literal["fp32", "split32"] = "fp32"
-    """Of the sketched methods."""
+    weight_storage: Literal["fp32", "split32", "split24"] = "fp32"
+    """Of the sketched methods: 4, 4 or 3 bytes a weight."""
     use_trust: bool = True
     """Price the step on a probe (logra and paper)."""
     every_layer: bool = False

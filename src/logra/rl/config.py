@@ -250,10 +250,11 @@ class TrainConfig:
             raise ConfigError(f"resume={self.resume!r} with overwrite=true: a run is either continued or replaced")
         if self.logra.trust is not None:
             raise ConfigError("logra.trust: set the trust region in the group trust")
-        if self.logra.weight_storage == "split32" and self.logra.non_target == "adamw":
+        if self.logra.weight_storage != "fp32" and self.logra.non_target == "adamw":
             raise ConfigError(
-                "logra.non_target='adamw' with logra.weight_storage='split32': the model is loaded in bfloat16, in which the "
-                "small steps of AdamW would be lost. Set logra.non_target=freeze or logra.weight_storage=fp32"
+                f"logra.non_target='adamw' with logra.weight_storage={self.logra.weight_storage!r}: the model is loaded in "
+                f"bfloat16, in which the small steps of AdamW would be lost. Set logra.non_target=freeze or "
+                f"logra.weight_storage=fp32"
             )
         if self.rollout.engine != "transformers" and self.method not in ("logra", "paper"):
             raise ConfigError(

@@ -22,6 +22,7 @@ from logra import distributed
 from logra.diagnostics import CollateralProbe, DirectionProbe, unrelated_texts
 from logra.diagnostics.observer import Diagnostic
 from logra.errors import ConfigError, DataError
+from logra.optim.setup import WEIGHT_DTYPES
 from logra.rl.checkpoints import ResumedPublisher
 from logra.rl.config import TrainConfig
 from logra.rl.default_model import MODEL_ID, default_model_path
@@ -62,7 +63,7 @@ def load_model(config: TrainConfig, task: Task) -> tuple[PreTrainedModel, PreTra
             needed.
     """
     location = model_location(config.model)
-    dtype = torch.bfloat16 if config.logra.weight_storage == "split32" else torch.float32
+    dtype = WEIGHT_DTYPES[config.logra.weight_storage]
     try:
         tokenizer = AutoTokenizer.from_pretrained(location, padding_side="left")
         # What does not fit is reported, with all that is missing, below.

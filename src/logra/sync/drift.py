@@ -3,10 +3,11 @@
 Every merge into bf16 rounds. With e_t the Frobenius norm of what update t lost, the distance d of a weight from the
 trainer's obeys
 
-    d_t <= d_{t-1} + e_t + 2^-21 ‖W‖
+    d_t <= d_{t-1} + e_t + 2^-21 ‖W‖,        in runs with split24 weights  d_t <= d_{t-1} + e_t + (2^-14 + 2^-21) ‖W‖
 
-where the last term covers the roundings of fp32 and the nudges on both sides. The bound needs no contact
-with the trainer; an anchor gives the distance itself, and sets it back.
+where the last term covers the roundings of fp32 and the nudges on both sides, and the trainer's rounding to 24 bits (at
+most 2^9 units of the last place), which is of no use to weights of 16 bits. The bound needs no contact with the trainer; an
+anchor gives the distance itself, and sets it back.
 """
 
 import math
@@ -16,12 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from logra.storage import nudge_ties
+from logra.merge_rule import MergeRule, nudge_ties
 from logra.sync.fit import part_of
 from logra.sync.layout import Layout, Piece, Placement
 from logra.update import LowRankUpdate, subtract_
 
-_FP32_SLACK = 2.0**-21
+_SLACK = {"fp32": 2.0**-21, "split32": 2.0**-21, "split24": 2.0**-14 + 2.0**-21}
 _BF16_ROUNDING = 2.0**-7
 """‖W - bf16(W)‖ <= 2^-8 ‖W‖ for normal numbers; twice that, since ‖W‖ is taken of the rounded weight."""
 
@@ -67,20 +68,20 @@ class DriftLedger:
             self._bounds[name] = 0.0 if exact else _BF16_ROUNDING * _norm(placement)
 
     @torch.no_grad()
-    def merge(self, name: str, piece: Piece, update: LowRankUpdate, nudge: bool) -> None:
+    def merge(self, name: str, piece: Piece, update: LowRankUpdate, rule: MergeRule) -> None:
         """Merge an update into a piece, and add what the rounding lost to the bound of its weight."""
         lost = square = 0.0
         for (start, stop), change in update.to(piece.tensor.device).changes(piece.rows, piece.columns):
             value = piece.value(start, stop)
             subtract_(value, change, update.decay)
-            value = nudge_ties(value) if nudge else value
+            value = nudge_ties(value) if rule.weight_storage == "split32" else value
             rounded = value.to(torch.bfloat16)
             lost += float((value - rounded.to(torch.float32)).square().sum(dtype=torch.float64))
             square += float(value.square().sum(dtype=torch.float64))
             piece.tensor[start:stop] = rounded
         piece.lo = None  # of a weight that was replaced, by a rollback
         self._changed.add(name)
-        self._bounds[name] += math.sqrt(lost) + _FP32_SLACK * math.sqrt(square)
+        self._bounds[name] += math.sqrt(lost) + _SLACK[rule.weight_storage] * math.sqrt(square)
 
     def replaced(self, name: str, value: Tensor, placement: Placement) -> None:
         """A weight has just been replaced by the trainer's, rounded to what its pieces hold."""

@@ -8,12 +8,18 @@ from torch import Tensor
 
 from logra.errors import PacketError
 from logra.rounding import qmax_of
+from logra.storage import on_grid24
 from logra.sync.layout import Layout, Piece, Placement
 from logra.tensor_delta import TensorDelta
 from logra.update import LowRankUpdate, PolicyUpdate
 
-Storage = Literal["fp32", "split32", "bf16"]
-PLANE_DTYPE: Mapping[str, torch.dtype] = {"fp32": torch.float32, "split32": torch.bfloat16, "bf16": torch.bfloat16}
+Storage = Literal["fp32", "split32", "split24", "bf16"]
+PLANE_DTYPE: Mapping[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "split32": torch.bfloat16,
+    "split24": torch.bfloat16,
+    "bf16": torch.bfloat16,
+}
 MAGNITUDE_LIMIT = 2.0**127
 """Weights stay below half of the largest fp32 number: every sum and every rounding to bf16 is then finite."""
 
@@ -70,6 +76,8 @@ def check_tensor(name: str, value: Tensor, placement: Placement, storage: Storag
         splits = piece.tensor.dtype == torch.bfloat16 and value.dtype == torch.float32 and value.numel() > 0
         if splits and not float(value.abs().max()) < MAGNITUDE_LIMIT:
             raise PacketError(f"update: tensor {name!r} holds values that are not finite in bf16, which keeps it here")
+        if _has_24_bits(piece) and not on_grid24(part_of(value, placement, piece).to(torch.float32)):
+            raise PacketError(f"update: tensor {name!r} holds values of more than the 24 bits that are kept of it here")
 
 
 def largest_change(weight: LowRankUpdate) -> float:
@@ -116,8 +124,17 @@ def _check_delta(name: str, delta: TensorDelta, placement: Placement, storage: S
         if piece.tensor.dtype == torch.bfloat16 and delta.dtype == torch.float32:
             part = part_of_delta(delta, placement, piece)
             for (start, stop), _ in piece.blocks():
-                if not float(piece.moved(part, start, stop).abs().max()) < MAGNITUDE_LIMIT:
+                moved = piece.moved(part, start, stop)
+                if not float(moved.abs().max()) < MAGNITUDE_LIMIT:
                     raise PacketError(f"update: delta of {name!r} leads to values that are not finite in bf16")
+                if _has_24_bits(piece) and not on_grid24(moved):
+                    raise PacketError(
+                        f"update: delta of {name!r} leads to values of more than the 24 bits that are kept of it here"
+                    )
+
+
+def _has_24_bits(piece: Piece) -> bool:
+    return piece.lo is not None and piece.lo.dtype == torch.int8
 
 
 def _placement(layout: Layout, name: str) -> Placement:
@@ -133,4 +150,4 @@ def _holds(kept: torch.dtype, given: torch.dtype, storage: Storage) -> bool:
         return True
     if given not in floats or kept == torch.float16:
         return False
-    return kept == torch.float32 or storage in ("split32", "bf16")
+    return kept == torch.float32 or storage != "fp32"

@@ -21,7 +21,7 @@ from logra.hashing import Range
 from logra.shards import is_sharded, local, reshard
 from logra.sketch.experts import fused_weights, slice_name
 from logra.sketch.targets import canonical_fqn
-from logra.storage import join32, split32
+from logra.storage import join, split24, split32
 from logra.sync import digest
 from logra.sync.digest import as_matrix_shape
 from logra.tensor_delta import TensorDelta
@@ -38,7 +38,8 @@ class Piece:
         tensor: [rows, columns] in canonical orientation, any strides, fp32, bf16 or fp16; changed in place.
         rows: half-open range of rows of the whole weight.
         columns: half-open range of columns of the whole weight.
-        lo: int16 [rows, columns], the low plane of a bf16 `tensor`; None where it is zero or there is none.
+        lo: [rows, columns], the low plane of a bf16 `tensor`, int16 or int8 (`logra.storage`); None where it is zero or
+            there is none.
 
     Raises:
         LograError: the tensor does not fit the ranges, or has a dtype that no storage holds.
@@ -77,15 +78,19 @@ class Piece:
         block = self.tensor[start:stop]
         if self.lo is None:
             return block.to(torch.float32)
-        return join32(block, self.lo[start:stop].to(block.device))
+        return join(block, self.lo[start:stop].to(block.device))
 
     def write(self, value: Tensor, *, keep_low: bool, start: int = 0) -> None:
         """Replace the whole piece, or rows of it.
 
         Args:
             value: [rows, columns], any device, a dtype that the piece may hold.
-            keep_low: keep what a bf16 piece cannot hold in its low plane, exactly; False rounds it away.
+            keep_low: keep what a bf16 piece cannot hold in its low plane, exactly; False rounds it away. A piece without
+                one gets one of 16 bits.
             start: the first row that is replaced.
+
+        Raises:
+            LograError: a plane of 8 bits does not hold the value.
         """
         rows = slice(start, start + value.shape[0])
         if not (keep_low and self.tensor.dtype == torch.bfloat16 and value.dtype != torch.bfloat16):
@@ -95,10 +100,11 @@ class Piece:
             elif self.lo is not None:
                 self.lo[rows] = 0
             return
-        high, low = split32(value.to(device=self.tensor.device, dtype=torch.float32), nudge=False)
-        self.tensor[rows].copy_(high)
+        value = value.to(device=self.tensor.device, dtype=torch.float32)
         if self.lo is None:
             self.lo = torch.zeros_like(self.tensor, dtype=torch.int16)
+        high, low = split24(value) if self.lo.dtype == torch.int8 else split32(value, nudge=False)
+        self.tensor[rows].copy_(high)
         self.lo[rows].copy_(low)
 
     def moved(self, delta: TensorDelta, start: int, stop: int) -> Tensor:

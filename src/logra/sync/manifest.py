@@ -13,6 +13,7 @@ from typing import Any
 
 from logra import packet
 from logra.errors import SyncError
+from logra.merge_rule import WEIGHT_STORAGES
 
 LOG_FORMAT_VERSION = 1
 _FORMAT = "logra-update-log"
@@ -53,7 +54,7 @@ class Manifest:
 
     Attributes:
         run_id: names the run, 1 to 128 printable ASCII characters; every packet of the log carries it.
-        weight_storage: "fp32" or "split32", the merge rule of the run.
+        weight_storage: "fp32", "split32" or "split24", the merge rule of the run.
         seed: projection seed of the run; None where it is not known. Every packet has it.
         base: the weights that the first update changes.
 
@@ -69,7 +70,7 @@ class Manifest:
     def __post_init__(self) -> None:
         valid = isinstance(self.run_id, str) and bool(re.fullmatch("[!-~]{1,128}", self.run_id))
         _require(valid, "run_id", self.run_id)
-        _require(self.weight_storage in ("fp32", "split32"), "weight_storage", self.weight_storage)
+        _require(self.weight_storage in WEIGHT_STORAGES, "weight_storage", self.weight_storage)
         _require(self.seed is None or (type(self.seed) is int and 0 <= self.seed < 2**63), "seed", self.seed)
 
     def to_json(self) -> str:

@@ -1,9 +1,9 @@
 """`Replica`: weights that follow a policy, update by update.
 
-It merges an update exactly as the trainer did: W <- fl(fl(W · decay) - ΔW), ties nudged where the merge rule of the run
-says so, on whole weights or on the pieces of an engine. With storage `fp32` or `split32` its weights are, after every
-update, the trainer's bit for bit. With `bf16` low-rank updates have no low plane: every merge rounds to bf16, and the replica
-says how far it may have drifted.
+It merges an update exactly as the trainer did: W <- fl(fl(W · decay) - ΔW), ties nudged or the result rounded to 24 bits
+where the merge rule of the run says so, on whole weights or on the pieces of an engine. With storage `fp32`, `split32` or
+`split24` its weights are, after every update, the trainer's bit for bit. With `bf16` low-rank updates have no low plane:
+every merge rounds to bf16, and the replica says how far it may have drifted.
 
 Contract: an update is applied whole or not at all. Versions, run, names, shapes, dtypes and ranges are checked for all
 tensors before the first is written, and the version advances after the last. If writing itself is interrupted, or if a
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from logra.errors import PacketError, SyncError
+from logra.merge_rule import MergeRule
 from logra.shards import reshard
-from logra.storage import apply_update_
+from logra.storage import LOW_DTYPES, apply_update_, narrowed
 from logra.sync import fit
 from logra.sync.digest import ChecksumPart
 from logra.sync.drift import Drift, DriftLedger
@@ -41,7 +42,8 @@ class Replica:
             rank then has a replica and applies every update), or a layout of pieces (fused tensors of an engine).
         version: policy version of these weights.
         storage: "fp32" for fp32 parameters; "split32" for bf16 parameters and a low plane of 16 bits that the replica
-            keeps; "bf16" for bf16 parameters alone, whose drift is measured and reported.
+            keeps; "split24", in runs with that merge rule, for a low plane of 8 bits; "bf16" for bf16 parameters alone,
+            whose drift is measured and reported.
         run_id: refuse updates of other runs; "" takes the run of the first update or log.
 
     Raises:
@@ -95,10 +97,10 @@ class Replica:
         self._reshard()
         self._check(update)
         self.needs_anchor = f"applying version {update.version} was interrupted"
-        nudge = update.weight_storage == "split32"
         for name, weight in update.weights.items():
+            rule = MergeRule.of(update.weight_storage, seed=update.seed, version=update.version, name=name)
             for piece in self.layout[name].pieces:
-                self._merge(name, piece, weight, nudge)
+                self._merge(name, piece, weight, rule)
         for name, tensor in update.tensors.items():
             placement = self.layout[name]
             self._write(name, fit.canonical(tensor, placement), placement, keep_low=True)
@@ -139,6 +141,7 @@ class Replica:
             raise SyncError(
                 f"catch_up: the replica is at version {self.version}, the log at {latest}, asked for {target}"
             )
+        self._check_rule(manifest.weight_storage)
         self._check_base(manifest.base)
         self.run_id, self._seed, self._weight_storage = manifest.run_id, manifest.seed, manifest.weight_storage
         anchor = self._start_from_anchor(log, target)
@@ -176,7 +179,7 @@ class Replica:
         for name, value in weights.items():
             placement = self.layout[name]
             had_low = any(piece.lo is not None for piece in placement.pieces)
-            self._write(name, value, placement, keep_low=had_low or self.storage == "split32")
+            self._write(name, value, placement, keep_low=had_low or self.storage in LOW_DTYPES)
         self.needs_anchor = None
         self.version = version
 
@@ -229,6 +232,7 @@ class Replica:
         ):
             if own is not None and getattr(update, name) != own:
                 raise PacketError(f"update: {name} is {getattr(update, name)!r}; this replica follows {own!r}")
+        self._check_rule(update.weight_storage)
         if update.base_version != self.version:
             kind = "it has been applied already" if update.version <= self.version else "updates in between are missing"
             raise PacketError(
@@ -237,6 +241,13 @@ class Replica:
             )
         fit.check_fit(update, self.layout, self.storage)
         self._check_magnitudes(update)
+
+    def _check_rule(self, weight_storage: str) -> None:
+        if self.storage == "split24" and weight_storage != "split24":
+            raise PacketError(
+                f"update: weight_storage is {weight_storage!r}; a replica with storage='split24' holds weights of 24 bits, "
+                f"which only runs with weight_storage='split24' have. Use storage='split32'"
+            )
 
     def _check_magnitudes(self, update: PolicyUpdate) -> None:
         """Refuse an update after which a weight might not be finite. Bounds are kept, so weights are rarely read."""
@@ -251,13 +262,16 @@ class Replica:
             bounds[name] = bound
         self._magnitudes |= bounds
 
-    def _merge(self, name: str, piece: Piece, weight: LowRankUpdate, nudge: bool) -> None:
+    def _merge(self, name: str, piece: Piece, weight: LowRankUpdate, rule: MergeRule) -> None:
         if self._drift is not None:
-            self._drift.merge(name, piece, weight, nudge)
+            self._drift.merge(name, piece, weight, rule)
             return
-        if self.storage == "split32" and piece.lo is None:
-            piece.lo = torch.zeros_like(piece.tensor, dtype=torch.int16)
-        apply_update_(weight, piece.tensor, piece.lo, rows=piece.rows, columns=piece.columns, nudge=nudge)
+        low_dtype = LOW_DTYPES.get(self.storage)
+        if low_dtype is not None and piece.lo is None:
+            piece.lo = torch.zeros_like(piece.tensor, dtype=low_dtype)
+        apply_update_(weight, piece.tensor, piece.lo, rows=piece.rows, columns=piece.columns, rule=rule)
+        if low_dtype == torch.int8 and piece.lo is not None and piece.lo.dtype == torch.int16:
+            piece.lo = narrowed(piece.lo)  # of an anchor; the merge has rounded every value to 24 bits
 
     def _move(self, name: str, delta: TensorDelta) -> None:
         """Move a tensor by its delta. From here on its bf16 pieces have a low plane, also with storage bf16."""

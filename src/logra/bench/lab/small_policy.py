@@ -15,6 +15,7 @@ from logra.bench.lab.arms import Arm
 from logra.bench.lab.loop import Setting, run_arm
 from logra.bench.lab.sampling import Rollout, sample
 from logra.contracts import TrustPolicy
+from logra.optim.setup import WEIGHT_DTYPES
 from logra.trust import TrustRegion
 from logra.trust.probe import Probe
 
@@ -65,13 +66,23 @@ def build_policy(seed: int) -> Any:
     return model
 
 
-def train(arm: Arm, *, seed: int, num_steps: int, trust: TrustPolicy | None) -> dict[str, Any]:
+def train(arm: Arm, *, seed: int, num_steps: int, trust: TrustPolicy | None, from_bf16: bool = False) -> dict[str, Any]:
     """Train the pretrained policy of a seed with one arm: the same prompts and noise for all arms, 16 x 8 samples a step.
+
+    Args:
+        arm: whose `weight_storage`, if it is not fp32, decides that the model is in bf16.
+        seed: of the policy, the prompts and the noise.
+        num_steps: updates.
+        trust: scales the steps; None takes them in full.
+        from_bf16: round the pretrained weights to bf16 first, so that all weight storages begin with the same.
 
     Returns:
         The curves of `run_arm`, and `heldout`, the sampled accuracy at the end.
     """
     model = build_policy(seed)
+    if from_bf16:
+        model.bfloat16()
+    model.to(WEIGHT_DTYPES[arm.settings.get("weight_storage", "fp32")])
     setting = Setting(
         num_steps=num_steps,
         temperature=1.0,

@@ -22,6 +22,7 @@ from logra.errors import PacketError, SyncError
 from logra.integrations.vllm.layout import engine_layout
 from logra.integrations.vllm.messages import InitInfo, UpdateInfo, opened_anchor, to_bytes
 from logra.integrations.vllm.workers import Workers
+from logra.storage import LOW_DTYPES
 from logra.sync import Manifest, Piece, Replica, combine_parts
 from logra.update import PolicyUpdate
 
@@ -195,8 +196,10 @@ class Session:
         layout = engine_layout(self._model)
         self._refused = layout.refused
         dtypes = {piece.tensor.dtype for placement in layout.placements.values() for piece in placement.pieces}
-        exact = "split32" if torch.bfloat16 in dtypes else "fp32"
-        storage = "bf16" if info.storage == "bf16" and exact == "split32" else exact
+        storage = "fp32"
+        if torch.bfloat16 in dtypes:
+            exact = "split24" if manifest.weight_storage == "split24" else "split32"
+            storage = "bf16" if info.storage == "bf16" else exact
         return Replica(layout.placements, manifest.base.version, storage, run_id=manifest.run_id)
 
     def _difference(self, expected: str) -> SyncError | None:
@@ -228,12 +231,13 @@ class Session:
     def _place_low_planes(self, replica: Replica, update: PolicyUpdate) -> None:
         """Low planes begin as zeros. Left alone, a replica puts them beside the weights, on the device."""
         assert self._init is not None
-        if replica.storage != "split32" or self._init.low_plane == "device":
+        low_dtype = LOW_DTYPES.get(replica.storage)
+        if low_dtype is None or self._init.low_plane == "device":
             return
         for name in update.weights.keys() & replica.layout.keys():
             for piece in replica.layout[name].pieces:
                 if piece.lo is None:
-                    piece.lo = torch.zeros(piece.tensor.shape, dtype=torch.int16, pin_memory=piece.tensor.is_cuda)
+                    piece.lo = torch.zeros(piece.tensor.shape, dtype=low_dtype, pin_memory=piece.tensor.is_cuda)
 
     def _pieces(self) -> list[Piece]:
         assert self._replica is not None

@@ -13,6 +13,7 @@ import torch
 from logra.errors import ConfigError, LograError
 from logra.optim import SketchOptimizer
 from logra.sync import Publisher, Replica
+from logra.sync.fit import Storage
 from logra.sync.layout import Layout
 from logra.sync.protocols import AnchorStore, UpdateLog
 from logra.sync.publisher import changeable_weights, optimizer_layout, whole_update
@@ -33,14 +34,14 @@ def anchor_start(publisher: Publisher, optimizer: SketchOptimizer) -> None:
 
 
 @torch.no_grad()
-def restore(log: UpdateLog, layout: Layout, version: int, *, weight_storage: str) -> None:
+def restore(log: UpdateLog, layout: Layout, version: int, *, weight_storage: Storage) -> None:
     """Write the weights of `version` into the tensors of a layout, exactly.
 
     Args:
         log: of the run, with an anchor at or before `version`.
-        layout: where the weights live; with "split32" its pieces have their low planes.
+        layout: where the weights live; with "split32" and "split24" its pieces have their low planes.
         version: to restore.
-        weight_storage: "fp32" or "split32", of the run.
+        weight_storage: "fp32", "split32" or "split24", of the run.
 
     Raises:
         SyncError: the log does not reach back to an anchor, or is damaged.
@@ -48,7 +49,7 @@ def restore(log: UpdateLog, layout: Layout, version: int, *, weight_storage: str
     anchor = log.latest_anchor(version) if isinstance(log, AnchorStore) else None
     if anchor is None or log.manifest is None or not isinstance(log, AnchorStore):
         raise LograError(f"the update log has no anchor at or before version {version} to rebuild its weights from")
-    replica = Replica(layout, anchor, "split32" if weight_storage == "split32" else "fp32", run_id=log.manifest.run_id)
+    replica = Replica(layout, anchor, weight_storage, run_id=log.manifest.run_id)
     replica.load(log.read_anchor(anchor), anchor)
     replica.catch_up(log, until=version)
 

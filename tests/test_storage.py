@@ -229,7 +229,8 @@ def test_planes_of_8_bits_need_the_rule_of_split24():
         with pytest.raises(PacketError, match=r"needs torch\.bfloat16 and torch\.int16"):
             apply_update_(update, hi, lo, rule=rule)
     assert torch.equal(hi, torch.ones_like(hi))
-    huge = torch.full((30, 22), 3.3895e38)  # finite in bf16, and rounds up to what is not
+    # Finite in bf16, and half a step below what is not.
+    huge = torch.from_numpy(np.full((30, 22), LIMIT_BITS - 0x80, dtype=np.uint32).view(np.float32))
     with pytest.raises(LograError, match="not finite"):
         apply_update_(update, *split32(huge), rule=MergeRule("split24"))
 

@@ -108,7 +108,7 @@ def round24_(value: Tensor, words: Tensor) -> None:
     at it). A value on the grid stays.
 
     Args:
-        value: fp32 [rows, columns], any strides; magnitudes up to `LIMIT24`.
+        value: fp32 [rows, columns], any strides; magnitudes below `LIMIT24`.
         words: int32 [rows, columns], 32 random bits an element; used up.
     """
     bits = value.view(torch.int32)
@@ -117,5 +117,5 @@ def round24_(value: Tensor, words: Tensor) -> None:
     bits.add_(away.mul_((bits & 0xFFFF) == TIE))
 
 
-LIMIT24 = 2.0**128 - 2.0**119 - 2.0**112
-"""The largest finite number of the grid of split24, bits 0x7F7F7F00: from here on bf16 rounds to infinity."""
+LIMIT24 = 2.0**128 - 2.0**119 - 2.0**112 + 2.0**104
+"""Magnitudes of split24 are below this, one ulp above 0x7F7F7F00, the last number of the grid that is finite in bf16."""

@@ -102,14 +102,15 @@ class Memory:
         return map(PolicyUpdate.from_bytes, self._packets[version:])
 
 
-@pytest.mark.parametrize("kind", ["fp32-module", "split32-module", "split32-shards-2", "bf16-module"])
+@pytest.mark.parametrize("kind", ["fp32-module", "split32-module", "split24-module", "split32-shards-2", "bf16-module"])
 def test_every_faulty_packet_is_detected(tools, runs, kind):
     # Catches a fault that is applied, applied in part, moves the version, or leaves a replica that cannot go on.
     rng = random.Random(kind)
     stranger = tools.Run("fp32", seed=9)
     seen = set()
+    storages = ["split24"] if kind.startswith("split24") else ["fp32", "split32", "split24"]
     for case in range(NUM_PACKET_FAULTS):
-        run = runs[rng.choice(["fp32", "split32"])]
+        run = runs[rng.choice(storages)]
         log = Memory(run)
         version = rng.randrange(len(run.updates))
         follower = tools.build(kind, run, version)

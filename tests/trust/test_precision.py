@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from logra.contracts import Delta
-from logra.trust import TrustRegion
+from logra.trust import TrustRegion, precision
 from logra.trust.measure import difference_kl, predicted_kl, realised_kl
 from logra.trust.precision import Float32Forward
 
@@ -90,3 +91,28 @@ def test_operations_in_fp32_mode():
     assert layer.weight.dtype == torch.bfloat16
     assert (layer.bias == 0).all()  # in-place operations reach the tensor, not a copy
     torch.testing.assert_close(rows, table.weight[[1, 2]].float(), rtol=0, atol=0)
+
+
+def test_a_large_weight_is_cast_by_blocks_of_rows(monkeypatch):
+    """Catches a whole fp32 copy of the head, rows that are lost at the borders, and a bias added twice."""
+    monkeypatch.setattr(precision, "BLOCK_BYTES", 4 * 8 * 5)
+    head = nn.Linear(8, 13).bfloat16()
+    x = torch.randn(2, 3, 8)
+    largest = LargestCast()
+    with Float32Forward("cpu"), largest:
+        found = head(x)
+    assert found.dtype == torch.float32
+    assert torch.allclose(found, x @ head.weight.float().T + head.bias.float(), atol=1e-5)
+    assert largest.num_elements == 5 * 8
+
+
+class LargestCast(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.num_elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self.num_elements = max(self.num_elements, result.numel())
+        return result

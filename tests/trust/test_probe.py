@@ -92,6 +92,17 @@ def test_a_response_longer_than_a_forward_still_runs(tiny, monkeypatch):
     assert [batch.input_ids.shape[0] for batch in make(tiny).batches] == [1, 1, 1, 1]
 
 
+def test_two_responses_of_full_length_run_one_after_the_other():
+    """Catches a bound that lets the probe's activations grow beyond those of a response of 2,048 tokens."""
+    ids = torch.ones(3, 2048, dtype=torch.int64)
+    generated = torch.ones_like(ids)
+    generated[:, 0] = 0
+    probe = TrustRegion(min_responses=3).make_probe(
+        input_ids=ids, attention_mask=torch.ones_like(ids), loss_mask=generated, temperature=1.0
+    )
+    assert [batch.input_ids.shape for batch in probe.batches] == 3 * [(1, 2048)]
+
+
 def test_draws_are_a_function_of_the_seed(tiny):
     """Catches use of the global generator: it must neither matter nor move."""
     region = TrustRegion(min_responses=1, min_tokens=1, seed=5)

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from logra.errors import ProbeError
 
-# Most padded tokens of one forward. Bounds the probe's activations whatever the number of responses.
-FORWARD_TOKENS = 8192
+# Most padded tokens of one forward, so that the probe's activations do not grow with the number of responses. A response
+# that is longer runs alone.
+FORWARD_TOKENS = 2048
 
 
 @dataclass(frozen=True)

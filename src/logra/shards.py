@@ -104,11 +104,13 @@ def uncast_activations(model: nn.Module) -> Iterator[None]:
     Its hooks then run outside of torch function modes too: one that changes dtypes would change what is gathered.
     """
     undo: list[Callable[[], None]] = []
+    seen: set[int] = set()
     for module in _fsdp_modules(model):
         state = module._get_fsdp_state()
-        policy = state._mp_policy
-        undo.append(partial(setattr, state, "_mp_policy", policy))
-        state._mp_policy = replace(policy, cast_forward_inputs=False, output_dtype=None)
+        if id(state) not in seen:  # modules of one group share it
+            seen.add(id(state))
+            undo.append(partial(setattr, state, "_mp_policy", state._mp_policy))
+            state._mp_policy = replace(state._mp_policy, cast_forward_inputs=False, output_dtype=None)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in hooks.items():
                 if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp"):

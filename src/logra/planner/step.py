@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from logra.chunked_head import chunk_tokens, chunked_scores, scores
@@ -27,9 +27,10 @@ from logra.errors import ConfigError, LograError
 from logra.memory import Ledger, Report
 from logra.memory.timeline import Moments
 from logra.optim import SketchOptimizer
-from logra.planner.layers import continued, decoder_layers, depths, with_layers
+from logra.planner.layers import continued, depths, with_layers
 from logra.planner.models import meta_model
 from logra.planner.options import PlanOptions
+from logra.planner.sharding import shard
 from logra.planner.stand_in import StandIn
 from logra.sketch.experts import Expert
 from logra.trust import forward as trust_forward
@@ -107,7 +108,7 @@ class _Step:
         with self.fake, StandIn():
             _materialise(self.model)
             if mesh is not None:
-                _shard(self.model, mesh, options)
+                shard(self.model, mesh, torch.bfloat16 if options.precision == "bf16" else None)
             self.optimizer = self._build_optimizer()
         if options.precision == "bf16" and mesh is None:
             # As accelerate does it. FSDP2 gathers weights in the compute dtype itself.
@@ -227,16 +228,6 @@ def _materialise(model: nn.Module) -> None:
                     is_parameter = isinstance(tensor, nn.Parameter)
                     made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
                 tensors[name] = made[id(tensor)]  # type: ignore[assignment]
-
-
-def _shard(model: nn.Module, mesh: DeviceMesh, options: PlanOptions) -> None:
-    """FSDP2: every layer a group, the rest one more; gathered in the compute dtype."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if options.precision == "bf16" else None)
-    for layer in decoder_layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 @contextmanager

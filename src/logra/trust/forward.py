@@ -1,7 +1,7 @@
 """Runs a language model on a probe batch and returns logits at chosen positions.
 
 Contract of `probe_mode`: whatever happens inside, the training flag of every module, the attention implementation and
-the state of the random number generators are afterwards what they were. Inside, dropout is off (and with it the
+the state of the random number generators are afterwards what they were, and FSDP2 holds no gathered weight. Inside, dropout is off (and with it the
 activation checkpointing of transformers, which only acts in training mode), and no graph is recorded.
 
 Logits are produced for `CHUNK_TOKENS` positions at a time. For a transformers model with a separate head the backbone
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from logra.chunked_head import forward_replaced
 from logra.errors import ProbeError
-from logra.shards import is_fsdp
+from logra.shards import is_fsdp, reshard
 from logra.trust.attention import differentiable_attention, is_transformers_model
 from logra.trust.probe import ProbeBatch
 from logra.trust.shared_prefix import cache_argument, split_prefixes
@@ -46,6 +46,7 @@ def probe_mode(model: nn.Module, device: torch.device) -> Iterator[None]:
         finally:
             for module, training in flags:
                 module.training = training
+            reshard(model)
 
 
 class LogitReader:
@@ -77,6 +78,7 @@ class LogitReader:
 
         Where model and backbone are one: the logits of the whole batch, [n, w, vocabulary].
         """
+        reshard(self.model)  # the head, gathered for the chunks of the batch before, would stay beside every layer
         if self._backbone is None:
             return _logits_of(self.model, self._call(batch.input_ids, batch.attention_mask), batch.input_ids.shape)
         split = split_prefixes(batch) if self._cache_argument else None

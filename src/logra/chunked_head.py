@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from logra.errors import LograError
+from logra.shards import gathered_again
 
 CHUNK_BYTES = 2**27
 """Of fp32 logits of one chunk (128 MiB)."""
@@ -79,6 +80,7 @@ def chunked_scores(
     kind = type(output)
     # The last position predicts a token beyond the sequence.
     hidden = output.last_hidden_state[:, -num_tokens - 1 : -1].flatten(0, 1)
+    gathered_again(hidden, model)
     del output
     ids = chosen.flatten()
     placeholder = inputs["input_ids"][:1, :1]

@@ -92,6 +92,26 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
+def gathered_again(output: Tensor, model: nn.Module) -> None:
+    """Let FSDP2 gather for the backward of `output` what is gathered now, after the forward that made it.
+
+    FSDP2 gathers a group when a gradient reaches an output of the whole model, and frees it when the gradient has passed one
+    of its modules. Of a final norm in the group of a head that is called again, that is too early.
+    """
+    kept = [
+        module
+        for module in _fsdp_modules(model)
+        if any(group.is_unsharded for group in module._get_fsdp_state()._fsdp_param_groups)
+    ]
+
+    def gather(_: Tensor) -> None:
+        for module in kept:
+            module.unshard()
+
+    if kept and output.requires_grad:
+        output.register_hook(gather)
+
+
 def is_fsdp(model: nn.Module) -> bool:
     """Whether some module of the model is managed by FSDP2, so that a forward of it is a collective."""
     return next(_fsdp_modules(model), None) is not None

@@ -7,7 +7,8 @@ The backbone runs once. The head runs on one chunk of its hidden states after th
 caps included: it is called through the model, whose backbone hands the chosen hidden states over.
 
 Contract: the result equals that of the whole logits up to rounding. Refuses, with `LograError`, a backbone without
-`last_hidden_state`.
+`last_hidden_state`, and under FSDP2 a trained weight that embedding and head share: FSDP2 frees the group of both after the
+first chunk's backward, and the gradients of the others are lost.
 """
 
 from collections.abc import Iterator
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from logra.distributed import is_fake
 from logra.errors import LograError
-from logra.shards import gathered_again
+from logra.shards import gathered_again, is_fsdp
 
 CHUNK_BYTES = 2**27
 """Of fp32 logits of one chunk (128 MiB)."""
@@ -75,6 +77,7 @@ def chunked_scores(
     Raises:
         LograError: see the module docstring.
     """
+    _refuse_shared_weight(model)
     num_tokens = chosen.shape[1]
     output = _run_backbone(model, backbone, inputs)
     kind = type(output)
@@ -97,6 +100,16 @@ def chunked_scores(
     ]  # fmt: skip
     log_probs, entropy = (torch.cat(column).view(chosen.shape) for column in zip(*parts, strict=True))
     return log_probs, entropy
+
+
+def _refuse_shared_weight(model: Any) -> None:
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_shared = head is not None and embedding.weight is head.weight and head.weight.requires_grad
+    if is_shared and is_fsdp(model) and not is_fake():
+        raise LograError(
+            f"the head of {type(model).__name__} is its embedding, which trains and is sharded by FSDP2: its gradient cannot be "
+            f"taken chunk by chunk. Freeze it, or compute all logits at once"
+        )
 
 
 def _run_backbone(model: Any, backbone: Any, inputs: dict[str, Any]) -> Any:

@@ -103,9 +103,11 @@ def chunked_scores(
 
 
 def _refuse_shared_weight(model: Any) -> None:
+    if not is_fsdp(model):
+        return
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_shared = head is not None and embedding.weight is head.weight and head.weight.requires_grad
-    if is_shared and is_fsdp(model) and not is_fake():
+    if is_shared and not is_fake():
         raise LograError(
             f"the head of {type(model).__name__} is its embedding, which trains and is sharded by FSDP2: its gradient cannot be "
             f"taken chunk by chunk. Freeze it, or compute all logits at once"

@@ -1,5 +1,6 @@
 """A plan says what a real step takes."""
 
+import dataclasses
 import json
 
 import pytest
@@ -95,6 +96,17 @@ def test_sharded_weights_and_state_are_a_part_of_the_whole(tmp_path):
     alone, shared = (logra.memory.plan(path, num_gpus=n, **settings)["methods"]["adamw"]["resident"] for n in (1, 4))
     assert shared["weights"] == alone["weights"] / 4
     assert shared["optimizer_state"] == pytest.approx(alone["optimizer_state"] / 4, rel=0.01)
+
+
+def test_weight_storages_take_their_bytes(tmp_path):
+    """Fails for a low plane that counts as state, or has more bytes than it needs."""
+    config = load_config(str(small_config(tmp_path)))
+    found = [
+        trace(config, "logra", dataclasses.replace(OPTIONS, precision="bf16", weight_storage=storage)).resident
+        for storage in ("fp32", "split32", "split24")
+    ]
+    assert [4 * resident["weights"] / found[0]["weights"] for resident in found] == [4, 4, 3]
+    assert len({resident["optimizer_state"] for resident in found}) == 1
 
 
 def test_what_fits_and_what_is_the_most_that_does(tmp_path):

@@ -1,11 +1,12 @@
 """What an error of Ray means for a worker; Ray is played."""
 
 import pytest
-import ray
-from ray import exceptions
 
 from logra.integrations.ray.fleet import Failed, Lost
 from logra.integrations.ray.pool import RayPool
+
+ray = pytest.importorskip("ray")  # not in the environment of `make test-vllm`
+exceptions = ray.exceptions
 
 
 @pytest.fixture

@@ -19,15 +19,14 @@ from logra.errors import ConfigError
 
 BUDGET = ("--trust.kl-budget", "0.03", "--trust.kl-budget-final", "0.01", "--trust.schedule-steps", "15")
 ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "logra": ("`logra` (two-sided, spectral, momentum 0.9, rank 32)", ("--method", "logra")),
-    "logra-128": ("`logra`, probe of 128 tokens", ("--method", "logra", "--trust.min-tokens", "128")),
+    "logra": ("`logra` (two-sided, spectral, momentum 0.9, rank 16)", ("--method", "logra")),
+    "logra-r32": ("`logra`, rank 32", ("--method", "logra", "--logra.rank", "32")),
+    "logra-r14": ("`logra`, rank 14", ("--method", "logra", "--logra.rank", "14")),
     "adamw": ("dense AdamW, lr 3e-5", ("--method", "adamw")),
     "lora": ("LoRA, all linear, rank 16, lr 3e-4", ("--method", "lora")),
     "galore": ("GaLore, rank 64, lr 3e-4", ("--method", "galore")),
     "apollo": ("APOLLO, rank 64, lr 3e-4", ("--method", "apollo")),
     "paper": ("`paper` (one-sided row_adam, rank 256, budget 2e-4)", ("--method", "paper")),
-    "logra-r16": ("`logra`, rank 16", ("--method", "logra", "--logra.rank", "16")),
-    "logra-r14": ("`logra`, rank 14", ("--method", "logra", "--logra.rank", "14")),
     "paper-budget": ("`paper` at the KL budget of `logra`", ("--method", "paper", *BUDGET)),
 }
 """Name of an arm: its title in tables, and its flags."""

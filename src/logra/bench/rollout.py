@@ -21,7 +21,7 @@ from logra.errors import ConfigError
 from logra.rl.default_model import default_model_path
 
 NUM_PROMPTS, NUM_SAMPLES = 8, 8
-SHAPES: dict[str, tuple[int, int]] = {"default": (36, 12), "long prompts": (256, 12), "long completions": (36, 64)}
+SHAPES: dict[str, tuple[int, int]] = {"default": (36, 12), "long prompts": (128, 12), "long completions": (36, 32)}
 """Name of a shape: tokens of a prompt, tokens of a completion."""
 WAYS = {"shared": "each prompt run once for its completions", "vllm": "vLLM for CPU"}
 _IDS = (100, 40_000)
@@ -36,7 +36,7 @@ class Options:
     """Shapes of rollouts."""
     ways: tuple[str, ...] = ("shared",)
     """Alternatives to plain transformers: shared, vllm."""
-    num_repeats: int = 5
+    num_repeats: int = 3
     """Rollouts of each kind; the median counts."""
 
     def __post_init__(self) -> None:

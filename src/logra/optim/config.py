@@ -18,7 +18,7 @@ class Config:
 
     lr: float = 3e-4
     """Relative step: ‖ΔW‖_F / ‖W‖_F over all targets, before a trust region scales it."""
-    rank: int = 32
+    rank: int = 16
     """r, rank of the sketches, the momentum and the update."""
     sketch: Literal["one_sided", "two_sided"] = "two_sided"
     """Keep S = G Aᵀ alone, or S and T = B G and recover the gradient from both."""

@@ -52,7 +52,7 @@ class SketchOptimizer(torch.optim.Optimizer):
         TargetError: a target cannot be sketched.
 
     Example:
-        >>> opt = logra.SketchOptimizer(model, lr=3e-4, rank=32, trust=logra.TrustRegion(kl_budget=2e-4))
+        >>> opt = logra.SketchOptimizer(model, lr=3e-4, rank=16, trust=logra.TrustRegion(kl_budget=2e-4))
         >>> loss.backward()
         >>> opt.set_probe(input_ids=ids, attention_mask=mask, loss_mask=generated)
         >>> opt.step()

@@ -109,8 +109,8 @@ def _refuse_shared_weight(model: Any) -> None:
     is_shared = head is not None and embedding.weight is head.weight and head.weight.requires_grad
     if is_shared and not is_fake():
         raise LograError(
-            f"the head of {type(model).__name__} is its embedding, which trains and is sharded by FSDP2: its gradient cannot be "
-            f"taken chunk by chunk. Freeze it, or compute all logits at once"
+            f"the head of {type(model).__name__} is its embedding, which trains and is sharded by FSDP2: its gradient cannot "
+            f"be taken chunk by chunk. Freeze it, or compute all logits at once"
         )
 
 

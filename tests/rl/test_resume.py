@@ -18,12 +18,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import logra
-from logra.checkpoint import CheckpointStore
+from logra.checkpoint import CheckpointStore, tree
 from logra.errors import CheckpointError, ConfigError, LograError
 from logra.rl import run_folder
 from logra.rl.baselines import ApolloConfig, GaLoreConfig
 from logra.rl.checkpoint_config import CheckpointConfig
 from logra.rl.config import LossConfig, RolloutConfig, RunConfig, TrainConfig
+from logra.rl.projected_state import load_plain_state, plain_state
 from logra.rl.run import train
 
 OPTIONAL = pytest.mark.skipif(importlib.util.find_spec("galore_torch") is None, reason="needs `make baselines`")
@@ -368,3 +369,23 @@ def test_nothing_is_pickled_or_unpickled(run, monkeypatch):
         outcome, _ = run(method, method=method, num_steps=2, resume="auto")
         names = {path.suffix for path in (outcome.folder / "checkpoints").rglob("*") if path.is_file()}
         assert names == {".json", ".safetensors", ""}
+
+
+@OPTIONAL
+@pytest.mark.parametrize("method", ["galore", "apollo"])
+def test_projectors_come_back_on_the_device_of_their_weight(method):
+    # Catches a subspace that stays on the CPU, where checkpoints are read.
+    kind = {"galore": "GaLoreAdamW", "apollo": "APOLLOAdamW"}[method]
+    make = getattr(importlib.import_module(f"{method}_torch"), kind)
+    settings = {"rank": 2, "update_proj_gap": 9, "scale": 1.0, "proj_type": "std"}
+    settings |= {"proj": "random", "scale_type": "channel"} if method == "apollo" else {}
+    quiet = {"no_deprecation_warning": True}
+    here = torch.nn.Parameter(torch.randn(4, 6, generator=torch.Generator().manual_seed(0)))
+    here.grad = torch.ones(4, 6)
+    saved = make([{"params": [here], **settings}], **quiet)
+    saved.step()
+    elsewhere = torch.nn.Parameter(torch.empty(4, 6, device="meta"))
+    loaded = make([{"params": [elsewhere], **settings}], **quiet)
+    load_plain_state(loaded, tree.decode(*tree.encode(plain_state(saved))))
+    assert loaded.state[elsewhere]["projector"].ortho_matrix.device.type == "meta"
+    assert loaded.state[elsewhere]["projector"].rank == 2

@@ -40,8 +40,8 @@ class Options:
 
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of the runs."""
-    arms: tuple[str, ...] = tuple(ARMS)
-    """Methods."""
+    arms: tuple[str, ...] = ("logra", "adamw", "lora", "paper")
+    """Methods; galore and apollo need their packages (`make baselines`)."""
 
     def __post_init__(self) -> None:
         for arm in self.arms:

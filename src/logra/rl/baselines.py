@@ -46,7 +46,7 @@ class LoraConfig:
 class GaLoreConfig:
     """AdamW in subspaces of the dense gradient, from the package galore-torch (method galore; Zhao et al., arXiv 2403.03507).
 
-    The targets of `all-linear` are projected; embeddings and norms get dense AdamW, as the package does it.
+    All linear layers but the head are projected; embeddings, head and norms get dense AdamW, as the package does it.
     """
 
     rank: int = 64
@@ -73,7 +73,7 @@ class ApolloConfig:
     """Channel-wise scaled SGD with second moments in a random subspace, from the package apollo-torch (method apollo; Zhu et
     al., arXiv 2412.05270).
 
-    The targets of `all-linear` are projected; embeddings and norms get dense AdamW, as the package does it.
+    All linear layers but the head are projected; embeddings, head and norms get dense AdamW, as the package does it.
     """
 
     rank: int = 64

@@ -39,7 +39,7 @@ CHECKPOINTING = next(
 class CheckedGRPOTrainer(ResumableTrainer):
     """`trl.GRPOTrainer` with checked rewards and the metrics of `logra`; the optimizer is TRL's.
 
-    Takes TRL's arguments. `GRPOTrainer` adds the sketch optimizer; the dense AdamW and LoRA baselines use this class.
+    Takes TRL's arguments. `GRPOTrainer` adds the sketch optimizer; the baselines use this class.
 
     Raises:
         DataError: fewer training rows than one generation takes, or a reward function that returns something unusable.

@@ -212,6 +212,10 @@ def _workers(config: TrainConfig) -> WorkersConfig | None:
     )
 
 
+_BODY = r"(?!.*lm_head).*"
+"""Modules that GaLore and APOLLO project, those of them that are linear: all but the head."""
+
+
 def trl_arguments(config: TrainConfig) -> GRPOConfig:
     """TRL's settings of a run. They need no model, so that what they refuse is refused before it loads.
 
@@ -316,7 +320,7 @@ def _optimizer_arguments(config: TrainConfig) -> dict[str, Any]:
         settings = {"rank": projected.rank, "scale": projected.scale, "update_proj_gap": projected.update_proj_gap}
         return {
             "optim": f"{config.method}_adamw",
-            "optim_target_modules": "all-linear",
+            "optim_target_modules": _BODY,
             "optim_args": ",".join(f"{name}={value}" for name, value in settings.items()),
             "learning_rate": projected.lr,
             "max_grad_norm": projected.max_grad_norm,
@@ -328,14 +332,16 @@ def _require_package(method: str) -> None:
     """Find a baseline's package before the model loads.
 
     Raises:
-        ConfigError: it, or one that it imports, is not installed.
+        ConfigError: it, or one that it imports, is not installed or cannot be loaded.
     """
     try:
         importlib.import_module(f"{method}_torch")
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise ConfigError(
             f"method={method}: the package {error.name} is not installed: pip install 'logra[bench]'"
         ) from error
+    except ImportError as error:
+        raise ConfigError(f"method={method}: its package cannot be loaded: {error}") from error
 
 
 def count_parameters(trainer: GuardedGRPOTrainer) -> dict[str, int]:

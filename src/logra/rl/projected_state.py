@@ -8,6 +8,7 @@ import importlib
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _PROJECTORS = {"galore_torch": ("galore_projector", "GaLoreProjector"),
                "apollo_torch": ("random_projector", "GradientProjector")}  # fmt: skip
@@ -36,6 +37,12 @@ def load_plain_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) ->
         entries = {index: _with_projector(entry, rebuilt) for index, entry in state["state"].items()}
         state = state | {"state": entries}
     optimizer.load_state_dict(state)
+    for parameter, entry in optimizer.state.items():
+        # torch moves tensors to the device of their parameter, but not those inside an object.
+        attributes = vars(entry["projector"]) if "projector" in entry else {}
+        attributes |= {
+            name: value.to(parameter.device) for name, value in attributes.items() if isinstance(value, Tensor)
+        }
 
 
 def _package(optimizer: torch.optim.Optimizer) -> str:

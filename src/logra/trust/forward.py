@@ -1,8 +1,8 @@
 """Runs a language model on a probe batch and returns logits at chosen positions.
 
 Contract of `probe_mode`: whatever happens inside, the training flag of every module, the attention implementation and
-the state of the random number generators are afterwards what they were, and FSDP2 holds no gathered weight. Inside, dropout is off (and with it the
-activation checkpointing of transformers, which only acts in training mode), and no graph is recorded.
+the state of the random number generators are afterwards what they were, and FSDP2 holds no gathered weight. Inside, dropout
+is off (and with it the activation checkpointing of transformers, which only acts in training mode), and no graph is recorded.
 
 Logits are produced for `CHUNK_TOKENS` positions at a time. For a transformers model with a separate head the backbone
 runs once and the head once per chunk, so that [tokens, vocabulary] never exists, and responses to one prompt share its

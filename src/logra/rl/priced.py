@@ -1,4 +1,4 @@
-"""`PricedGRPOTrainer`: a baseline (AdamW, LoRA, GaLore, APOLLO), every step priced by a trust region and scaled to its KL budget.
+"""`PricedGRPOTrainer`: a baseline, every step of its optimizer priced by a trust region and scaled to its KL budget.
 
 For comparisons with sketches at an equal KL per step. The KL, the scale and their names in the metrics are those of
 `GRPOTrainer`. Single process.

@@ -5,7 +5,7 @@ policy and answers with a scale. Neither package imports the other. A `StepObser
 that is about to be merged, and changes nothing.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,6 +47,26 @@ class Delta:
         gram_out = self.out_factor.T @ self.out_factor
         gram_in = self.in_factor @ self.in_factor.T
         return (gram_out * gram_in.T).sum().clamp_min(0.0)
+
+
+class Deltas(Mapping[nn.Module, Delta]):
+    """Weight changes that are made one at a time, when they are asked for, and kept by nobody.
+
+    Args:
+        makers: target module -> what makes its change.
+    """
+
+    def __init__(self, makers: Mapping[nn.Module, Callable[[], Delta]]) -> None:
+        self._makers = makers
+
+    def __getitem__(self, module: nn.Module) -> Delta:
+        return self._makers[module]()
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
 
 
 @dataclass(frozen=True)

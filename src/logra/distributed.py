@@ -22,7 +22,7 @@ def replicas(num_users: int = 1) -> int:
     return num_processes() // num_users
 
 
-def average_(tensors: Sequence[Tensor], num_users: Sequence[int] | None = None) -> None:
+def average_(tensors: Sequence[Tensor], num_users: Sequence[int] | None = None, *, owner: int | None = None) -> None:
     """Replace tensors by their mean over data-parallel replicas, computed in fp32, in place.
 
     The mean, not the sum: that is what DistributedDataParallel and FSDP2 do with gradients. All processes must pass
@@ -32,6 +32,7 @@ def average_(tensors: Sequence[Tensor], num_users: Sequence[int] | None = None) 
         tensors: addends of this process.
         num_users: for every tensor, the number of processes (of tensor parallelism) whose addends make up one replica's
             value; None for 1.
+        owner: the process that gets the mean, while those of others stay as they are; None for all processes.
     """
     if num_processes() == 1:
         return
@@ -40,18 +41,23 @@ def average_(tensors: Sequence[Tensor], num_users: Sequence[int] | None = None) 
     size = 0
     for tensor, count in zip(tensors, counts, strict=True):
         if bucket and 4 * (size + tensor.numel()) > BUCKET_BYTES:
-            _average_bucket(bucket)
+            _average_bucket(bucket, owner)
             bucket, size = [], 0
         bucket.append((tensor, count))
         size += tensor.numel()
     if bucket:
-        _average_bucket(bucket)
+        _average_bucket(bucket, owner)
 
 
-def _average_bucket(bucket: list[tuple[Tensor, int]]) -> None:
+def _average_bucket(bucket: list[tuple[Tensor, int]], owner: int | None) -> None:
     tensors = [tensor for tensor, _ in bucket]
     flat = torch.cat([tensor.float().reshape(-1) for tensor in tensors])
-    dist.all_reduce(flat)
+    if owner is None:
+        dist.all_reduce(flat)
+    else:
+        dist.reduce(flat, dst=owner)
+        if owner != rank():
+            return
     for (tensor, count), part in zip(bucket, flat.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_((part / replicas(count)).view_as(tensor))
 

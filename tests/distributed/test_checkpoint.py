@@ -67,6 +67,8 @@ def everything(model, opt):
     for group in opt.param_groups:
         for fqn, parameter in zip(group["fqns"], group["params"], strict=True):
             found |= {f"{fqn}:{name}": whole(value) for name, value in opt.state[parameter].items()}
+    for part in logra.distributed.gathered(found):  # moments are with the owner of their target
+        found = part | found
     return found | {"version": torch.tensor(opt.version)}
 
 

@@ -53,17 +53,18 @@ def test_memory_is_that_of_the_traced_step(config, method, num_gpus):
 
 
 def test_what_is_sent_is_what_the_step_hands_to_collectives(config, monkeypatch):
-    """Fails if sketches are counted per micro-batch or in another dtype, or if the integers' broadcast is forgotten."""
+    """Fails if sketches are counted per micro-batch or in another dtype, or if a broadcast is forgotten."""
     num_gpus, shapes = 4, model_shapes(config)
-    sent = {"sketches": 0, "integers": 0, "dense": 0}
+    sent = {"sketches": 0, "factors": 0, "integers": 0, "dense": 0}
     average, broadcast, scatter = distributed._average_bucket, dist.broadcast, dist.reduce_scatter_single
 
-    def count_sketches(bucket):
+    def count_sketches(bucket, owner):
         sent["sketches"] += sum(4 * tensor.numel() for tensor, _ in bucket)
-        return average(bucket)
+        return average(bucket, owner)
 
-    def count_integers(tensor, **options):
-        sent["integers"] += tensor.numel() * (tensor.element_size() == 1)
+    def count_broadcasts(tensor, **options):
+        if tensor.dim() > 0:  # no norm
+            sent["integers" if tensor.element_size() == 1 else "factors"] += tensor.numel() * tensor.element_size()
         return broadcast(tensor, **options)
 
     def count_dense(output, input, **options):
@@ -71,14 +72,15 @@ def test_what_is_sent_is_what_the_step_hands_to_collectives(config, monkeypatch)
         return scatter(output=output, input=input, **options)
 
     monkeypatch.setattr(distributed, "_average_bucket", count_sketches)
-    monkeypatch.setattr(dist, "broadcast", count_integers)
+    monkeypatch.setattr(dist, "broadcast", count_broadcasts)
     monkeypatch.setattr(dist, "reduce_scatter_single", count_dense)
-    options = PlanOptions(num_gpus=num_gpus, seq_len=16, rank=RANK, use_trust=False)
+    options = PlanOptions(num_gpus=num_gpus, seq_len=16, rank=RANK)
     trace(config, "logra", options)
-    num_traced = 2
+    num_traced, num_priced = 2, 1
     expected = reduction(shapes, "logra", num_gpus, RANK, 1, Links()).sent_bytes
     assert sent["dense"] == 0
-    assert 3 / 4 * (2 * sent["sketches"] + sent["integers"]) / num_traced == expected
+    handed = sent["factors"] / num_priced + (sent["sketches"] + sent["integers"]) / num_traced
+    assert 3 / 4 * handed == expected
     trace(config, "adamw", options)
     assert 3 / 4 * sent["dense"] / num_traced == reduction(shapes, "adamw", num_gpus, RANK, 1, Links()).sent_bytes
 

@@ -12,8 +12,9 @@ Tensors go through torch.distributed.checkpoint (DCP), under fully qualified nam
 
 A DTensor (FSDP2, tensor parallelism) is saved as the rows and columns that each process holds, with their offsets in the
 whole tensor; DCP reads back those that a process holds then, whatever the mesh. What has the rows and columns of a weight
-is saved like the weight: the low plane of split weights, and the moments of non-targets. Momentum, second moments and input
-scales of targets are whole on every process, and are saved once.
+is saved like the weight: the low plane of split weights, and the moments of non-targets. Momentum and second moments of a
+target are saved by its owner, and read by the process that owns it then; input scales are whole on every process, and saved
+once.
 
 DCP's own file format pickles its metadata. This uses its safetensors format, whose offsets lie in the headers of the files,
 and JSON: nothing in the folder is unpickled. (Among themselves, the processes of one run exchange DCP's plans as pickled
@@ -39,7 +40,8 @@ from logra.checkpoint import tree
 from logra.checkpoint.store import MARKER, file_record, fsync, replace_text
 from logra.errors import CheckpointError, LograError
 from logra.optim import SketchOptimizer
-from logra.optim.state import check_groups
+from logra.optim.ownership import drop_others, own_targets
+from logra.optim.state import check_groups, is_moment
 from logra.sketch.targets import canonical_fqn
 
 FORMAT_VERSION = 1
@@ -67,13 +69,15 @@ def save_sharded(folder: str | Path, optimizer: SketchOptimizer) -> None:
     what = f"checkpoint {str(folder)!r} cannot be written"
     on_all(lambda: _make(folder) if distributed.rank() == 0 else None, what)
     shards.reshard(optimizer.model)
-    tensors, scalars = _weights(optimizer.model), {}
+    drop_others(optimizer.targets, optimizer.state)
+    tensors, own_scalars = _weights(optimizer.model), {}
     for fqn, parameter in _parameters(optimizer).items():
         for name, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 tensors[f"optimizer.{fqn}.{name}"] = value
             else:
-                scalars.setdefault(fqn, {})[name] = value
+                own_scalars.setdefault(fqn, {})[name] = value
+    scalars = {fqn: values for part in distributed.gathered(own_scalars) for fqn, values in part.items()}
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     with _dcp(what):
         save(
@@ -201,6 +205,7 @@ def _blank(optimizer: SketchOptimizer, saved: dict[str, Any]) -> tuple[dict[str,
     if differing:
         raise CheckpointError(f"it is of another model: {', '.join(differing[:3])} do not fit")
     parameters, targets = _parameters(optimizer), {target.fqn for target in optimizer.targets}
+    foreign = targets - {target.fqn for target in own_targets(optimizer.targets)}
     state: dict[str, dict[str, Any]] = {}
     for key, metadata in saved.items():
         if key in of_model:
@@ -208,6 +213,8 @@ def _blank(optimizer: SketchOptimizer, saved: dict[str, Any]) -> tuple[dict[str,
         fqn, _, name = key.removeprefix("optimizer.").rpartition(".")
         if fqn not in parameters:
             raise CheckpointError(f"{key!r} belongs to no parameter of this optimizer")
+        if fqn in foreign and is_moment(name):
+            continue
         parameter, dtype = parameters[fqn], metadata.properties.dtype
         if (name == "lo") if fqn in targets else (name != "step"):
             blank = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)

@@ -2,15 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from logra.contracts import TrustPolicy
+from logra.contracts import Deltas, TrustPolicy
 from logra.errors import ConfigError
 from logra.hashing import derive_key
 from logra.optim.config import Config
-from logra.optim.exchange import rounded_once
+from logra.optim.exchange import proposals_of_all, updates_of_all
+from logra.optim.frame import Frame
 from logra.optim.layer import Proposal
 from logra.phases import phase
 from logra.update import LowRankUpdate
@@ -27,7 +29,9 @@ class ProposedStep:
         config: settings.
         version: policy version before the step; with the seed it draws the rounding noise.
         lr: relative step.
-        proposals: by fully qualified name.
+        proposals: of the targets that this process owns, by fully qualified name.
+        frames: outlines of all targets that move.
+        owner_of: the process that has each of them.
         scale: factor that makes ‖ΔW‖_F / ‖W‖_F equal to `lr`; 0 if nothing would move.
     """
 
@@ -35,6 +39,8 @@ class ProposedStep:
     version: int
     lr: float
     proposals: Mapping[str, Proposal]
+    frames: Mapping[str, Frame]
+    owner_of: Mapping[str, int]
     scale: float
 
     def decay(self, alpha: float) -> float:
@@ -59,7 +65,7 @@ class ProposedStep:
             key = derive_key("round", self.config.seed, self.version, fqn, attempt)
             return self.proposals[fqn].rounded(alpha * self.scale, decay, factor_bits=factor_bits, key=key)
 
-        return rounded_once(self.proposals, round_one, factor_bits=factor_bits, decay=decay)
+        return updates_of_all(self.frames, self.owner_of, round_one, factor_bits=factor_bits, decay=decay)
 
     def within(
         self,
@@ -85,16 +91,19 @@ class ProposedStep:
             The updates, None if the policy rejects them; and predicted_kl, kl_budget, alpha, realised_kl, num_shrinks.
         """
         decay = self.decay(1.0)
-        moving = self.proposals if self.scale > 0 else {}
-        deltas = {modules[fqn]: proposal.delta(self.scale, decay) for fqn, proposal in moving.items()}
+        moving = self.frames if self.scale > 0 else {}
+        proposals = proposals_of_all(self.proposals, moving, self.owner_of)
+        deltas = Deltas(
+            {modules[fqn]: partial(proposed.delta, self.scale, decay) for fqn, proposed in proposals.items()}
+        )
         with phase("probe"):
             decision = trust.predict(model, probe, deltas, step=self.version, mismatch=mismatch, dense=dense)
-        del deltas  # the rounded ones take their place
+        del proposals, deltas  # the rounded ones take their place
         measured = {"predicted_kl": decision.predicted_kl, "kl_budget": decision.budget}
         alpha = decision.alpha
         for attempt in range(_MAX_ATTEMPTS):
             updates = self.rounded(alpha, attempt)
-            deltas = {modules[fqn]: updates[fqn].delta() for fqn in moving}
+            deltas = Deltas({modules[fqn]: updates[fqn].delta for fqn in moving})
             with phase("probe"):
                 verdict = trust.verify(
                     model,

@@ -1,22 +1,25 @@
-"""What the processes of a step agree on: the norm of the weights, and the integers of an update.
+"""What the processes of a step tell each other about the targets that each of them owns (`logra.optim.ownership`).
 
-Every process recovers the same gradient from the reduced sketches, so all of them hold the same proposals up to what
-their hardware rounds. The integers that are applied must be equal to the bit: layer i is rounded on process
-i mod world size alone, and its factors are broadcast (about 1 byte per entry of a factor).
+Numbers (norms) are summed with the zeros of those that do not have them, so that all get the owner's bits. Tensors are
+broadcast by their owner. What decides over the step, and the integers that are applied, is thus equal to the bit everywhere.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from logra import distributed
 from logra.errors import LograError
-from logra.optim.layer import Proposal
+from logra.optim.frame import Frame
+from logra.optim.layer import LayerGradient, Proposal
 from logra.shards import is_sharded
 from logra.sketch.targets import Target
 from logra.update import LowRankUpdate
+
+_T = TypeVar("_T")
 
 
 def weight_norms(targets: Sequence[Target]) -> Tensor:
@@ -30,64 +33,117 @@ def weight_norms(targets: Sequence[Target]) -> Tensor:
     return squares.sqrt().float()
 
 
-def rounded_once(
-    proposals: Mapping[str, Proposal], round_one: Callable[[str], LowRankUpdate], *, factor_bits: int, decay: float
-) -> dict[str, LowRankUpdate]:
-    """Round every layer on one process, and hand its integers to all.
+def for_each(names: Sequence[str], action: Callable[[str], _T], what: str) -> dict[str, _T]:
+    """The action's result for every name that this process owns. If it fails on one process, all of them raise.
 
     Args:
-        proposals: by fully qualified name, of the same names, shapes and ranks on all processes.
-        round_one: rounds the proposal of a name.
+        names: of this process.
+        action: without collectives.
+        what: it does to a part of the update, for the error.
+
+    Raises:
+        LograError: it did on this or another process; a decomposition that does not converge is one too.
+    """
+    found: dict[str, _T] = {}
+    error: Exception | None = None
+    try:
+        for name in names:
+            found[name] = action(name)
+    except (LograError, torch.linalg.LinAlgError) as own_error:
+        error = own_error
+    if distributed.any_process([error is not None])[0]:
+        raise error or LograError(f"another process could not {what} its part of the update; its error says why")
+    return found
+
+
+def numbers_of_all(own: Mapping[str, Tensor], names: Sequence[str], device: torch.device) -> Tensor:
+    """One number of every name, fp32 [names], the same bits on all processes.
+
+    Args:
+        own: fp32 scalars of the names that this process owns.
+        names: of all processes, the same on all.
+        device: of the result.
+    """
+    numbers = torch.stack([own[name] if name in own else torch.zeros((), device=device) for name in names])
+    return distributed.sum_(numbers)
+
+
+def proposals_of_all(
+    own: Mapping[str, Proposal], frames: Mapping[str, Frame], owner_of: Mapping[str, int]
+) -> dict[str, Proposal]:
+    """The factors of all proposals, fp32; own ones are not copied, and the others' come without state.
+
+    Args:
+        own: of this process.
+        frames: of all that move.
+        owner_of: process by fully qualified name.
+    """
+    found = {fqn: own[fqn] if fqn in own else frame.blank_proposal() for fqn, frame in frames.items()}
+    for fqn, proposal in found.items():
+        for factor in (proposal.out_factor, proposal.in_factor):
+            _hand_out(factor, owner_of[fqn])
+    return found
+
+
+def gradients_of_all(
+    own: Mapping[str, LayerGradient],
+    norms: Mapping[str, Tensor],
+    frames: Mapping[str, Frame],
+    owner_of: Mapping[str, int],
+) -> dict[str, LayerGradient]:
+    """The recovered gradients of all targets in factors, for those who measure a step.
+
+    Args:
+        own: of this process.
+        norms: of all.
+        frames: of all that move.
+        owner_of: process by fully qualified name.
+    """
+    found = {fqn: own[fqn] if fqn in own else frame.blank_gradient(norms[fqn]) for fqn, frame in frames.items()}
+    for fqn, gradient in found.items():
+        for factor in (gradient.sketch, gradient.q, gradient.r):
+            _hand_out(factor, owner_of[fqn])
+    return found
+
+
+def _hand_out(factor: Tensor | None, owner: int) -> None:
+    """Broadcast a factor in place. That of the owner keeps its bits, also where it must be laid out anew to be sent."""
+    if factor is not None and distributed.num_processes() > 1:
+        distributed.broadcast_(factor.contiguous(), owner)
+
+
+def updates_of_all(
+    frames: Mapping[str, Frame],
+    owner_of: Mapping[str, int],
+    round_one: Callable[[str], LowRankUpdate],
+    *,
+    factor_bits: int,
+    decay: float,
+) -> dict[str, LowRankUpdate]:
+    """Round every layer on its owner, and hand its integers to all (about 1 byte per entry of a factor).
+
+    Args:
+        frames: of all that move, in the same order on all processes.
+        owner_of: process by fully qualified name.
+        round_one: rounds the proposal of a name that this process owns.
         factor_bits: of the integers.
         decay: of the updates.
 
     Raises:
         LograError: a proposal cannot be rounded; on all processes.
     """
-    num_processes = distributed.num_processes()
-    if num_processes == 1:
-        return {fqn: round_one(fqn) for fqn in proposals}
-    owners = {fqn: index % num_processes for index, fqn in enumerate(proposals)}
-    updates: dict[str, LowRankUpdate] = {}
-    error: LograError | None = None
-    try:
-        updates = {fqn: round_one(fqn) for fqn, owner in owners.items() if owner == distributed.rank()}
-    except LograError as own_error:
-        error = own_error
-    if distributed.any_process([error is not None])[0]:
-        raise error or LograError("another process could not round its part of the update; its error says why")
-    for source in range(num_processes):
-        names = [fqn for fqn, owner in owners.items() if owner == source]
-        if source != distributed.rank():
-            updates |= {fqn: _blank(proposals[fqn], factor_bits, decay) for fqn in names}
+    rank = distributed.rank()
+    updates = for_each([fqn for fqn in frames if owner_of[fqn] == rank], round_one, "round")
+    for source in range(distributed.num_processes() if distributed.num_processes() > 1 else 0):
+        names = [fqn for fqn in frames if owner_of[fqn] == source]
+        if source != rank:
+            updates |= {fqn: frames[fqn].blank_update(factor_bits, decay) for fqn in names}
         if names:
             flat = torch.cat([field.view(torch.uint8) for fqn in names for field in _fields(updates[fqn]).values()])
             distributed.broadcast_(flat, source)
-            if source != distributed.rank():
+            if source != rank:
                 updates |= _refilled({fqn: updates[fqn] for fqn in names}, flat)
-    return {fqn: updates[fqn] for fqn in proposals}
-
-
-def _blank(proposal: Proposal, factor_bits: int, decay: float) -> LowRankUpdate:
-    """An update of zeros with the shapes of the proposal's."""
-    given = proposal.out_factor if proposal.out_factor is not None else proposal.in_factor
-    assert given is not None
-    (num_out, num_in), rank = proposal.shape, given.shape[1] if given is proposal.out_factor else given.shape[0]
-
-    def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=given.device)
-
-    return LowRankUpdate(
-        shape=proposal.shape,
-        rank=rank,
-        factor_bits=factor_bits,
-        factor_out=None if proposal.out_factor is None else zeros(num_out, rank, dtype=torch.int8),
-        factor_in=None if proposal.in_factor is None else zeros(rank, num_in, dtype=torch.int8),
-        exponent_out=zeros(num_out, dtype=torch.int16),
-        exponent_in=zeros(num_in, dtype=torch.int16),
-        signs=proposal.signs,
-        decay=torch.tensor(decay, dtype=torch.float32).item(),
-    )
+    return {fqn: updates[fqn] for fqn in frames}
 
 
 def _fields(update: LowRankUpdate) -> dict[str, Tensor]:

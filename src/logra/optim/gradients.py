@@ -8,14 +8,26 @@ from torch import Tensor, nn
 
 from logra import distributed
 from logra.errors import CaptureError
+from logra.optim.exchange import for_each, numbers_of_all
 from logra.optim.layer import LayerGradient, gradient_one_sided, gradient_two_sided
 from logra.shards import is_sharded
 from logra.sketch.capture import Capture, Sketch
 from logra.sketch.targets import Target
 
 
-def recover_all(capture: Capture, targets: Sequence[Target]) -> dict[str, LayerGradient]:
-    """Average the sketches over processes and recover a gradient for every target that ran backward on any of them.
+def recover_own(
+    capture: Capture, targets: Sequence[Target], owner_of: Mapping[str, int]
+) -> tuple[dict[str, Tensor], dict[str, LayerGradient]]:
+    """Average the sketches over processes, each on its owner alone, and recover the gradients of this process's targets.
+
+    Args:
+        capture: with the sketches of the window; it is emptied.
+        targets: all of the optimizer.
+        owner_of: process by fully qualified name.
+
+    Returns:
+        Norms of the gradients of all targets that ran backward on any process, fp32 scalars, the same bits on all
+        processes; and those gradients of them that this process owns.
 
     Raises:
         CaptureError: nothing was captured, or a dense gradient reached a target past its sketch; on all processes.
@@ -38,13 +50,28 @@ def recover_all(capture: Capture, targets: Sequence[Target]) -> dict[str, LayerG
         )
     moving = [target for target, did_run in zip(targets, ran, strict=True) if did_run]
     sketches = capture.take()
-    for target in moving:
-        sketches[target.fqn] = capture.whole(target.fqn, sketches[target.fqn])
-    addends = [(tensor, target) for target in moving for tensor in sketches[target.fqn].tensors()]
-    distributed.average_([tensor for tensor, _ in addends], [target.sharding.num_users for _, target in addends])
-    del addends
+    own: dict[str, Target] = {}
+    for owner in range(distributed.num_processes()):
+        theirs = [target for target in moving if owner_of[target.fqn] == owner]
+        for target in theirs:
+            sketches[target.fqn] = capture.whole(target.fqn, sketches[target.fqn])
+        addends = [(tensor, target) for target in theirs for tensor in sketches[target.fqn].tensors()]
+        distributed.average_(
+            [tensor for tensor, _ in addends], [target.sharding.num_users for _, target in addends], owner=owner
+        )
+        del addends
+        if owner == distributed.rank():
+            own = {target.fqn: target for target in theirs}
+        else:
+            for target in theirs:
+                del sketches[target.fqn]
     # Each sketch is dropped as soon as its gradient is recovered.
-    return {target.fqn: _recover(capture, target, sketches.pop(target.fqn)) for target in moving}
+    recovered = for_each(list(own), lambda fqn: _recover(capture, own[fqn], sketches.pop(fqn)), "recover")
+    names = [target.fqn for target in moving]
+    norms = numbers_of_all(
+        {fqn: gradient.norm for fqn, gradient in recovered.items()}, names, moving[0].parameter.device
+    )
+    return dict(zip(names, norms.unbind(), strict=True)), recovered
 
 
 def average_dense(parameters: Mapping[str, nn.Parameter]) -> None:
@@ -76,20 +103,23 @@ def _recover(capture: Capture, target: Target, sketch: Sketch) -> LayerGradient:
     return gradient_one_sided(sketch.on_out, capture.out_signs(target.fqn), target.out_features, exponents)
 
 
-def total_norm(gradients: Mapping[str, LayerGradient], dense: Mapping[str, Tensor]) -> Tensor:
-    """Frobenius norm over recovered and dense gradients, fp32 scalar; not finite if one of them is not."""
-    norms = [gradient.norm for gradient in gradients.values()]
-    norms += [_norm(grad) for grad in dense.values()]
-    stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
+def total_norm(norms: Mapping[str, Tensor], dense: Mapping[str, Tensor]) -> Tensor:
+    """Frobenius norm over recovered and dense gradients, fp32 scalar; not finite if one of them is not.
+
+    Args:
+        norms: of the recovered gradients.
+        dense: the others.
+    """
+    every = [*norms.values(), *(_norm(grad) for grad in dense.values())]
+    stacked = torch.stack([norm.to(every[0].device) for norm in every])
     # Whether to skip and how much to clip is decided by this number: to the bit the same one everywhere.
     return distributed.broadcast_(torch.linalg.vector_norm(stacked, dtype=torch.float64).float(), source=0)
 
 
-def non_finite(gradients: Mapping[str, LayerGradient], dense: Mapping[str, Tensor]) -> list[str]:
+def non_finite(norms: Mapping[str, Tensor], dense: Mapping[str, Tensor]) -> list[str]:
     """Names of the gradients that are not finite."""
-    norms = {fqn: gradient.norm for fqn, gradient in gradients.items()}
-    norms |= {fqn: _norm(grad) for fqn, grad in dense.items()}
-    return [fqn for fqn, norm in norms.items() if not torch.isfinite(norm)] or ["the norm over all layers"]
+    every = {**norms, **{fqn: _norm(grad) for fqn, grad in dense.items()}}
+    return [fqn for fqn, norm in every.items() if not torch.isfinite(norm)] or ["the norm over all layers"]
 
 
 def _norm(grad: Tensor) -> Tensor:

@@ -11,6 +11,11 @@ from logra.sketch.targets import Target
 from logra.update import LowRankUpdate
 
 
+def is_due(observers: Sequence[StepObserver]) -> bool:
+    """Whether one of them will look at the coming step; those that do not tell look at every one."""
+    return any(getattr(observer, "is_due", True) for observer in observers)
+
+
 def observe(
     observers: Sequence[StepObserver],
     model: nn.Module,

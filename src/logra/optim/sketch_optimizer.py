@@ -2,14 +2,15 @@
 
 A step, in the order of the method:
 
-1. reduce     the sketches over data-parallel processes; skip if one is not finite or all are zero
-2. recover    a gradient in factors for every target; clip its norm
+1. reduce     the sketches over data-parallel processes, each to the owner of its target
+2. recover    a gradient in factors for every target, on its owner; clip the norm; skip if it is not finite or zero
 3. direction  momentum, second moments, direction, normalised so that ‖ΔW‖ / ‖W‖ over all targets is `lr`
 4. distance   a trust region predicts the KL of the step and scales it to its budget
 5. round      the factors to integers; measure the KL that they will realise; shrink or reject
 6. commit     the moments, merge W <- fl(W - ΔW), advance the version, draw new projections
 
-Nothing is written before 6, so a skipped step leaves weights, moments and version as they were.
+Nothing is written before 6, so a skipped step leaves weights, moments and version as they were. In a run of several
+processes the owner of a target (`logra.optim.ownership`) alone has its gradient and moments.
 """
 
 import logging
@@ -25,12 +26,14 @@ from logra.contracts import StepObserver
 from logra.errors import ConfigError, NonFiniteProbeError, ProbeError
 from logra.hashing import derive_key
 from logra.merge_rule import MergeRule
-from logra.optim import gradients, input_scaling, length, merging, setup, state
+from logra.optim import exchange, gradients, input_scaling, length, merging, ownership, setup
 from logra.optim.config import Config
 from logra.optim.distance import ProposedStep
-from logra.optim.layer import LayerGradient, Proposal, propose
+from logra.optim.layer import Proposal
 from logra.optim.non_targets import DenseProposal, NonTargets
-from logra.optim.observers import observe
+from logra.optim.observers import is_due, observe
+from logra.optim.saved_state import SavedState
+from logra.optim.window import Window
 from logra.phases import phase
 from logra.sketch.capture import Capture
 from logra.sketch.targets import Target, find_targets
@@ -39,7 +42,7 @@ from logra.update import LowRankUpdate, PolicyUpdate
 logger = logging.getLogger("logra")
 
 
-class SketchOptimizer(torch.optim.Optimizer):
+class SketchOptimizer(SavedState):
     """Optimizer of the full weights from low-rank gradient sketches (LoGRA, arXiv 2610.06647, and beyond).
 
     Args:
@@ -81,7 +84,7 @@ class SketchOptimizer(torch.optim.Optimizer):
         self._probe: Any = None
         self._mismatch = 0.0
         self._clip: float | None = None
-        self._gradients: dict[str, LayerGradient] | None = None
+        self._window = Window(self._capture, self.targets)
         self._skip_reason: str | None = None
         self._diagnostics: dict[str, float] = {}
         self._observers: list[StepObserver] = []
@@ -91,11 +94,6 @@ class SketchOptimizer(torch.optim.Optimizer):
         """Why the last step() changed nothing; None if it did."""
 
     # ---- what the outside reads ----
-
-    @property
-    def version(self) -> int:
-        """Policy version: the number of updates applied to the weights."""
-        return self.param_groups[0]["version"]
 
     @property
     def num_skipped(self) -> int:
@@ -177,6 +175,7 @@ class SketchOptimizer(torch.optim.Optimizer):
         if not max_norm > 0:
             raise ConfigError(f"max_norm={max_norm!r}: must be above 0")
         self._clip = float(max_norm)
+        self._window.check_unproposed()
         return gradients.total_norm(self._recover(), self._non_targets.gradients())
 
     def skip_step(self, reason: str) -> None:
@@ -214,30 +213,6 @@ class SketchOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
         self._clear_window()
 
-    def restart(self, *, version: int | None = None) -> None:
-        """Forget all moments, and what has accumulated for the next step, as if training began with the weights as they are.
-
-        Low planes of the weights and running input scales stay.
-
-        Args:
-            version: what the version becomes, for weights that were replaced from outside, at least the current one; None
-                keeps it.
-
-        Raises:
-            ConfigError: a version that goes back.
-        """
-        if version is not None and version < self.version:
-            raise ConfigError(f"version={version!r}: versions only go up, and this optimizer is at {self.version}")
-        for target in self.targets:
-            state.drop_moments(self.state[target.parameter])
-        if self._non_targets.adamw is not None:
-            for parameter in self.param_groups[1]["params"]:
-                self.state.pop(parameter, None)
-            self._non_targets.adamw.state.clear()
-        if version is not None:
-            self.param_groups[0]["version"] = version
-        self._clear_window()
-
     def detach(self) -> None:
         """Give the model's modules their own forward back and unfreeze what was frozen. The optimizer is then of no use."""
         self._capture.detach()
@@ -247,38 +222,29 @@ class SketchOptimizer(torch.optim.Optimizer):
     # ---- the step ----
 
     def _update(self) -> tuple[PolicyUpdate | None, str | None]:
-        recovered, dense = self._recover(), self._non_targets.gradients()
-        norm = gradients.total_norm(recovered, dense)
+        norms, dense = self._recover(), self._non_targets.gradients()
+        norm = gradients.total_norm(norms, dense)
         norm_value = self._diagnostics["grad_norm"] = norm.item()
         if not math.isfinite(norm_value):
-            logger.warning(
-                "step skipped: gradient is not finite in %s", ", ".join(gradients.non_finite(recovered, dense))
-            )
+            logger.warning("step skipped: gradient is not finite in %s", ", ".join(gradients.non_finite(norms, dense)))
             return None, "non_finite_gradient"
         if norm_value == 0:
             return None, "zero_gradient"
         clip = self._clip or self.config.max_grad_norm
         shrink = clip / norm if clip is not None and norm_value > clip else None
-        if shrink is not None:
-            recovered = {fqn: gradient.scaled(shrink) for fqn, gradient in recovered.items()}
-        moving = [target for target in self.targets if target.fqn in recovered]
-        proposals = {
-            target.fqn: propose(
-                self.config,
-                recovered[target.fqn],
-                self.state.get(target.parameter, {}),
-                (target.out_features, target.in_features),
-            )
-            for target in moving
-        }
+        window, moving, watched = self._window, self._window.moving, is_due(self._observers)
+        proposals = window.propose(self.config, self.state, shrink, keep=watched)
         weight_norm = length.weight_norm(self.targets)
-        proposed_norm = length.update_norm(proposal.delta() for proposal in proposals.values())
+        squares = {fqn: proposal.delta().norm_squared() for fqn, proposal in proposals.items()}
+        proposed_norm = exchange.numbers_of_all(squares, list(norms), norm.device).sum().sqrt()
         lr = self.param_groups[0]["lr"]
         step = ProposedStep(
             config=self.config,
             version=self.version,
             lr=lr,
             proposals=proposals,
+            frames=window.frames,
+            owner_of=window.owner_of,
             scale=length.step_scale(lr, weight_norm, proposed_norm),
         )
         # Without a trust region nothing needs to know the inner AdamW's step before it is taken.
@@ -300,7 +266,7 @@ class SketchOptimizer(torch.optim.Optimizer):
                 self.model,
                 step=self._num_steps,
                 moving=moving,
-                gradients=self._recover(),
+                gradients=window.gradients() if watched else {},
                 updates=updates,
                 dense={parameter: alpha * displacement for parameter, displacement in displacements.items()},
             )
@@ -315,13 +281,13 @@ class SketchOptimizer(torch.optim.Optimizer):
             self._diagnostics["merged_kl"] = trust.merged_kl(self.model, self._probe, snapshot)
         return update, None
 
-    def _recover(self) -> dict[str, LayerGradient]:
-        """Reduce the gradients and recover the targets' ones from their sketches, once a window."""
-        if self._gradients is None:
+    def _recover(self) -> dict[str, Tensor]:
+        """Reduce the gradients and recover the targets' ones from their sketches, once a window; the norms of these."""
+        if not self._window.is_recovered:
             with phase("recover"):
-                self._gradients = gradients.recover_all(self._capture, self.targets)
+                self._window.recover()
                 gradients.average_dense(self._non_targets.parameters)
-        return self._gradients
+        return self._window.recover()
 
     def _scale_and_round(
         self, step: ProposedStep, moving: list[Target], dense_step: DenseProposal | None
@@ -358,8 +324,10 @@ class SketchOptimizer(torch.optim.Optimizer):
                 self.config.weight_storage, seed=self.config.seed, version=self.version + 1, name=target.fqn
             )
             merging.merge(target, self.state.get(target.parameter, {}), updates[target.fqn], rule)
+        ownership.drop_others(self.targets, self.state)
         for target in moving:
-            self.state[target.parameter].update(proposals[target.fqn].state)
+            if target.fqn in proposals:
+                self.state[target.parameter].update(proposals[target.fqn].state)
         tensors = self._step_non_targets(dense_step)
         if self.config.input_scaling:
             refresh = (self.version + 1) % self.config.refresh_every == 0
@@ -398,7 +366,8 @@ class SketchOptimizer(torch.optim.Optimizer):
 
     def _clear_window(self) -> None:
         self._capture.begin_window(self._projection_index)
-        self._gradients = self._clip = None
+        self._window.clear()
+        self._clip = None
         for observer in self._observers:
             observer.begin_window(self._num_steps)
 
@@ -416,35 +385,3 @@ class SketchOptimizer(torch.optim.Optimizer):
             changed = self._non_targets.commit(proposed, self._diagnostics.get("alpha", 1.0))
         self.state.update(self._non_targets.adamw.state)
         return changed
-
-    # ---- torch.optim.Optimizer ----
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused after construction: targets are modules, not parameters."""
-        if getattr(self, "_built", True):
-            raise ConfigError(
-                "SketchOptimizer has no add_param_group: which weights are sketched is decided by target_modules when it is "
-                "built. Build a new one with other patterns."
-            )
-        super().add_param_group(param_group)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict()` returned: tensors keep their own dtype, whatever the dtype of the parameters.
-
-        Raises:
-            ConfigError: the state belongs to other targets, or was saved with other settings.
-        """
-        groups = state_dict.get("param_groups", [])
-        state.check_groups(self.param_groups, groups)
-        for own, group in zip(self.param_groups, groups, strict=True):
-            own.update({name: value for name, value in group.items() if name != "params"})
-            for parameter, index in zip(own["params"], group["params"], strict=True):
-                self.state[parameter] = state.on_device_of(parameter, state_dict["state"].get(index, {}))
-        if self._non_targets.adamw is not None:
-            for parameter in self.param_groups[1]["params"]:
-                self._non_targets.adamw.state[parameter] = self.state[parameter]
-        for target in self.targets:
-            exponents = self.state[target.parameter].get("input_exponents")
-            if exponents is not None:
-                self._capture.set_exponents(target.fqn, exponents)
-        self._clear_window()

@@ -1,10 +1,11 @@
 """Saving and loading the optimizer's state: which settings it depends on, and how its tensors come back unchanged."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from logra import distributed
 from logra.errors import ConfigError
 from logra.optim.config import Config
 
@@ -12,19 +13,49 @@ _BINDING = ("seed", "rank", "sketch", "side", "input_scaling", "direction", "ref
 """Settings that the saved tensors depend on, by shape or by meaning."""
 
 
+SHARE = "moments_of_process"
+"""In the first group of a state dict in a run of several: [process, their number]; absent where all moments are in it."""
 _MOMENTS = ("step", "moment_exponents", "momentum", "exp_avg_sq")
 """How the names begin of what a target remembers of past gradients."""
 
 
-def drop_moments(state: dict[str, Any]) -> None:
+def is_moment(name: str) -> bool:
+    """Whether a target's state of this name is memory of past gradients, which its owner alone has."""
+    return name.startswith(_MOMENTS)
+
+
+def moments(state: Mapping[str, Any]) -> dict[str, Any]:
+    """One target's memory of past gradients."""
+    return {name: value for name, value in state.items() if is_moment(name)}
+
+
+def drop_moments(state: MutableMapping[str, Any]) -> None:
     """Remove one target's memory of past gradients, in place; low plane and input scales stay."""
-    for name in [name for name in state if name.startswith(_MOMENTS)]:
+    for name in moments(state):
         del state[name]
 
 
 def binding_settings(config: Config) -> dict[str, Any]:
     """The settings that must be the same where the state is loaded, as plain scalars."""
     return {name: getattr(config, name) for name in _BINDING} | {"has_momentum": config.momentum > 0}
+
+
+def check_share(group: Mapping[str, Any]) -> None:
+    """Refuse a state that lacks moments which this process owns.
+
+    Args:
+        group: the first saved one; `SHARE` in it names the process of a run of several that saved its own part.
+
+    Raises:
+        ConfigError: another process, or one of another number, saved it after its first update.
+    """
+    share, own = group.get(SHARE), [distributed.rank(), distributed.num_processes()]
+    if share is not None and list(share) != own and group["version"] > 0:
+        raise ConfigError(
+            f"load_state_dict: the state is that of process {share[0]} of {share[1]}, which has the moments of its own "
+            f"targets alone; this is process {own[0]} of {own[1]}. Save whole_state_dict() on all processes, or use "
+            f"logra.checkpoint.save_sharded"
+        )
 
 
 def check_groups(own: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> None:

@@ -4,8 +4,8 @@ Per GPU, with FSDP2 over N GPUs (a tensor of `rows` gives a GPU at most ceil(row
 
     AdamW    weights 4 P/N, gradients 4 P/N, moments 8 P/N
     LoRA     weights 4 P/N, adapters 4 A/N, their gradients 4 A/N, their moments 8 A/N      A = sum of r (out + in)
-    logra    weights 4 P/N, and whole on every GPU, summed over targets [out, in]:
-             sketches 4 r (out + 2 in), momentum 4 r (out + in), the last update (r + 2) (out + in)
+    logra    weights 4 P/N, momentum 4 r (out + in) of the targets that the GPU owns, and whole on every GPU, summed over
+             targets [out, in]: sketches 4 r (out + 2 in), the last update (r + 2) (out + in)
 
 These are the bytes that the method or the number of GPUs decides, when the backward of the last micro-batch ends. Gathered
 layers, activations and logits come on top; they belong to the micro-batch (`logra plan` traces them). P counts all
@@ -23,6 +23,7 @@ from typing import Any, Literal
 from logra.distributed import BUCKET_BYTES
 from logra.errors import ConfigError
 from logra.optim import Config
+from logra.optim.ownership import shared_out
 from logra.planner.models import meta_model
 
 Method = Literal["adamw", "lora", "logra"]
@@ -94,9 +95,18 @@ def held_bytes(shapes: Shapes, method: Method, num_gpus: int, rank: int) -> dict
         return held | {"gradients": adapters, "optimizer_state": 2 * adapters}
     return held | {
         "sketches": 4 * rank * shapes.factor_entries(in_=2),
-        "optimizer_state": 4 * rank * shapes.factor_entries(),
+        "optimizer_state": 4 * rank * _owned_entries(shapes, num_gpus),
         "sync": _integer_bytes(shapes, rank),
     }
+
+
+def _owned_entries(shapes: Shapes, num_gpus: int) -> int:
+    """Entries of the factors, for a rank of one, of the targets of the GPU that owns most."""
+    sizes = [sum(shape) for shape in shapes.targets]
+    loads = [0] * num_gpus
+    for size, owner in zip(sizes, shared_out(sizes, num_gpus), strict=True):
+        loads[owner] += size
+    return max(loads)
 
 
 def _shard(shape: tuple[int, ...], num_gpus: int) -> int:
@@ -159,11 +169,12 @@ class Traffic:
 def reduction(
     shapes: Shapes, method: Method, num_gpus: int, rank: int, num_micro_batches: int, links: Links
 ) -> Traffic:
-    """Reducing the gradient of one update, and for `logra` handing out the integers.
+    """Reducing the gradient of one update, and for `logra` handing out factors and integers.
 
     FSDP2 reduce-scatters dense gradients and those of adapters after every micro-batch, one group a layer, here in bf16.
-    Sketches are all-reduced once, in fp32 buckets (a reduce-scatter and an all-gather); each GPU then broadcasts the integers
-    of its layers. Bytes are those of rings, and a collective takes log2 N hops besides, as in trees.
+    Sketches are reduced once, in fp32 buckets, each to the owner of its target; each owner then broadcasts the fp32 factors
+    of its proposals, for a trust region to price, and the integers. Bytes are those of rings, over which the owners' shares
+    come to a reduce-scatter and all-gathers, and a collective takes log2 N hops besides, as in trees.
 
     Args:
         shapes: of the model.
@@ -175,9 +186,11 @@ def reduction(
     """
     share, bandwidth = (num_gpus - 1) / num_gpus, links.bandwidth(num_gpus)
     if method == "logra":
-        sketches, integers = 4 * rank * shapes.factor_entries(in_=2), _integer_bytes(shapes, rank)
-        num_rounds = 2 * math.ceil(sketches / BUCKET_BYTES) + min(num_gpus, len(shapes.targets))
-        sent = share * (2 * sketches + integers)
+        sketches, factors = 4 * rank * shapes.factor_entries(in_=2), 4 * rank * shapes.factor_entries()
+        num_owners = min(num_gpus, len(shapes.targets))
+        # Buckets are cut at each owner's last sketch, and every factor is a broadcast of its own.
+        num_rounds = math.ceil(sketches / BUCKET_BYTES) + 2 * num_owners + 2 * len(shapes.targets)
+        sent = share * (sketches + factors + _integer_bytes(shapes, rank))
     else:
         trained = shapes.num_parameters if method == "adamw" else rank * shapes.factor_entries()
         num_rounds = num_micro_batches * (shapes.num_layers + 1)

@@ -1,4 +1,6 @@
-"""How accelerate spreads a language model over FSDP2 processes: the groups of parameters that are gathered together.
+"""What one of several processes has: of the weights by FSDP2, of recovered gradients and moments by their owners.
+
+accelerate spreads a language model over FSDP2 processes by these groups of parameters that are gathered together:
 
     every decoder layer         gathered for its forward, and again for its backward
     input embedding             the same
@@ -8,6 +10,8 @@
 `logra.rl.fsdp.shard` lets accelerate do it; a test compares the groups. This does it without accelerate's state.
 """
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from logra.planner.layers import decoder_layers
+from logra.sketch.targets import Target
 
 
 def shard(model: Any, mesh: DeviceMesh, param_dtype: torch.dtype | None = None) -> None:
@@ -38,6 +43,25 @@ def shard(model: Any, mesh: DeviceMesh, param_dtype: torch.dtype | None = None) 
         fully_shard(embedding, **options)
     fully_shard(last, reshard_after_forward=False, **options)
     fully_shard(model, **options)
+
+
+def owners_by_layer(targets: Sequence[Target], num_processes: int) -> dict[str, int]:
+    """Owners in the place of `logra.optim.ownership.owners` that are the same in every layer, so that layers are alike.
+
+    Process 0, which is traced, has of each layer the targets that come closest to its share, and no less; 1 has the rest.
+    """
+    layers: dict[str, list[Target]] = {}
+    for target in targets:
+        place = re.match(r".*?\.\d+\.", target.fqn)
+        layers.setdefault(place[0] if place else "", []).append(target)
+    first: set[str] = set()
+    for members in layers.values():
+        sums: dict[int, tuple[str, ...]] = {0: ()}
+        for target in members:
+            size = target.out_features + target.in_features
+            sums |= {total + size: (*names, target.fqn) for total, names in sums.items() if total + size not in sums}
+        first |= set(sums[min(total for total in sums if total * num_processes >= max(sums))])
+    return {target.fqn: int(target.fqn not in first) for target in targets}
 
 
 def _final_norm(model: Any) -> nn.Module | None:

@@ -26,11 +26,11 @@ from logra.chunked_head import chunk_tokens, chunked_scores, scores
 from logra.errors import ConfigError, LograError
 from logra.memory import Ledger, Report
 from logra.memory.timeline import Moments
-from logra.optim import SketchOptimizer
+from logra.optim import SketchOptimizer, ownership
 from logra.planner.layers import continued, depths, with_layers
 from logra.planner.models import meta_model
 from logra.planner.options import PlanOptions
-from logra.planner.sharding import shard
+from logra.planner.sharding import owners_by_layer, shard
 from logra.planner.stand_in import StandIn
 from logra.sketch.experts import Expert
 from logra.trust import forward as trust_forward
@@ -55,9 +55,12 @@ def trace(config: Any, method: str, options: PlanOptions) -> Report:
         found = None if options.every_layer else depths(config)
     if found is None:
         return _traced(config, method, options)[0]
-    smaller, larger = (
-        _traced(with_layers(config, depth), method, options)[1] for depth in (found.smaller, found.larger)
-    )
+    with mock.patch.object(
+        ownership, "owners", owners_by_layer
+    ):  # layers are alike: so is what this process has of them
+        smaller, larger = (
+            _traced(with_layers(config, depth), method, options)[1] for depth in (found.smaller, found.larger)
+        )
     report = continued(smaller, larger, found)
     if report is None:
         raise ConfigError(

@@ -24,6 +24,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer as TRLTrainer
 
 from logra import distributed, shards
 from logra.errors import CheckpointError
+from logra.optim import SketchOptimizer
 from logra.rl.projected_state import load_plain_state, plain_state
 
 TRAINER_STATE = "trainer_state.json"
@@ -61,7 +62,8 @@ class ResumableTrainer(TRLTrainer):
     def collect(self) -> dict[str, Any]:
         """Everything that the next steps depend on, between two steps; tensors are not copied.
 
-        All processes call it. Their replicas are the same; of their own they have random generators.
+        All processes call it, and it is whole on process 0. Of their own the others have random generators, and moments of
+        targets that they own.
 
         Raises:
             CheckpointError: the model is sharded, or a generation is still in use.
@@ -76,7 +78,7 @@ class ResumableTrainer(TRLTrainer):
             "step": self.state.global_step,
             "weights": trained_tensors(self.model),
             "frozen_sha256": self._frozen_sha256(),
-            "optimizer": plain_state(self._bare_optimizer()),
+            "optimizer": self._optimizer_state(),
             "scheduler": self._scheduler().state_dict(),
             "random": random_states(),
             "random_of_others": self._random_of_others(),
@@ -135,6 +137,11 @@ class ResumableTrainer(TRLTrainer):
         """The optimizer without the wrapper of accelerate."""
         optimizer: Any = self.optimizer
         return getattr(optimizer, "optimizer", optimizer)
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        """All of it on process 0; every process calls it."""
+        optimizer = self._bare_optimizer()
+        return optimizer.whole_state_dict() if isinstance(optimizer, SketchOptimizer) else plain_state(optimizer)
 
     def _scheduler(self) -> Any:
         return self.lr_scheduler

@@ -135,7 +135,8 @@ class GRPOTrainer(ProbedGRPOTrainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.accelerator.is_fsdp2:
-            return super()._save_optimizer_and_scheduler(output_dir)
+            with self.sketch_optimizer.whole_state():  # process 0 writes the file
+                return super()._save_optimizer_and_scheduler(output_dir)
         return fsdp.save_state(output_dir, self.sketch_optimizer, self.lr_scheduler)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

@@ -151,6 +151,13 @@ class Capture:
         """B of the current window for the target `fqn`."""
         return self._slots[fqn].out_signs()
 
+    def single_signs(self, fqn: str) -> SignFactor | None:
+        """The projection of the target's only sketch; None where both sides are sketched."""
+        slot = self._slots[fqn]
+        if slot.keep_in and slot.keep_out:
+            return None
+        return slot.shared.signs() if slot.keep_in else slot.out_signs()
+
     def exponents(self, fqn: str) -> Tensor | None:
         """log2 of the input scales s of the target `fqn`, integers [in]; None means s = 1."""
         return self._slots[fqn].exponents

@@ -14,12 +14,13 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from logra.contracts import Delta
+from logra.contracts import Delta, Deltas
 from logra.errors import NonFiniteProbeError, ProbeError
 from logra.shards import uncast_activations
 from logra.trust.constant_tangent import ConstantTangent
@@ -139,7 +140,7 @@ def difference_kl(
     tally = _compare(
         model,
         probe,
-        {module: delta.scaled(step) for module, delta in deltas.items()},
+        Deltas({module: partial(_scaled, deltas, module, step) for module in deltas}),
         {parameter: displacement * step for parameter, displacement in dense.items()},
         statistic,
     )
@@ -231,6 +232,10 @@ def _compare(
     return tally
 
 
+def _scaled(deltas: Mapping[nn.Module, Delta], module: nn.Module, step: float) -> Delta:
+    return deltas[module].scaled(step)
+
+
 def _by_rows(statistic: Callable[[Tensor, Tensor], Tensor], first: Tensor, second: Tensor) -> Tensor:
     """`statistic` of a chunk, a few rows at a time: its temporaries then fit a CPU's cache."""
     blocks = zip(first.split(STATISTIC_ROWS), second.split(STATISTIC_ROWS), strict=True)
@@ -243,8 +248,8 @@ def _device(probe: Probe) -> torch.device:
 
 def _check_finite(deltas: Mapping[nn.Module, Delta], dense: Mapping[nn.Parameter, Tensor]) -> None:
     """Raise NonFiniteProbeError for NaN or infinite changes: behind a saturating layer their KL could look harmless."""
-    factors = [factor for delta in deltas.values() for factor in (delta.out_factor, delta.in_factor)]
-    finite = [change.isfinite().all() for change in (*factors, *dense.values())]
+    finite = [factor.isfinite().all() for delta in deltas.values() for factor in (delta.out_factor, delta.in_factor)]
+    finite += [displacement.isfinite().all() for displacement in dense.values()]
     if finite and not torch.stack(finite).all():
         raise NonFiniteProbeError("the proposed update has changes that are not finite.")
 

@@ -1,0 +1,155 @@
+"""Gradient and moments of a target are with one process; what others ask for is what that one has."""
+
+import pytest
+import torch
+from sharded_lm import SETTINGS, Model, batch, loss_of, own_part, sharded
+
+import logra
+from logra.errors import ConfigError
+from logra.optim import ownership, state
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+
+CASES = {
+    "two_sided": {"direction": "factored", "input_scaling": True},
+    "in": {"sketch": "one_sided", "side": "in", "direction": "row_adam"},
+    "out": {"sketch": "one_sided", "side": "out", "direction": "spectral", "input_scaling": True},
+}
+
+
+class Gradients:
+    """Keeps what an observer of every step sees of the recovered gradients."""
+
+    def attached(self, targets):
+        self.found = []
+
+    def detached(self):
+        pass
+
+    def begin_window(self, step):
+        pass
+
+    def observe(self, view):
+        deltas = {fqn: make() for fqn, make in view.gradients.items()}
+        self.found.append({fqn: delta.out_factor @ delta.in_factor for fqn, delta in deltas.items()})
+        return {}
+
+
+def build(**settings):
+    model = Model()
+    return model, logra.SketchOptimizer(model, **(SETTINGS | settings))
+
+
+def steps(model, opt, ids, num_steps):
+    for _ in range(num_steps):
+        loss_of(model, ids).backward()
+        opt.step()
+        opt.zero_grad()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def moments_of(opt):
+    return {target.fqn: state.moments(opt.state[target.parameter]) for target in opt.targets}
+
+
+def shared(rank, folder):
+    found = {}
+    for name, settings in CASES.items():
+        model, opt = build(**settings)
+        observer = Gradients()
+        opt.add_observer(observer)
+        steps(model, opt, batch(), 2)
+        partial, whole = opt.state_dict(), opt.whole_state_dict()
+        if rank == 0:
+            torch.save({"whole": whole, "model": model.state_dict(), "partial": partial}, f"{folder}/{name}.state")
+        own = {fqn for fqn, values in moments_of(opt).items() if values}
+        logra.distributed.gathered(None)  # the file is there
+        again, other = build(**settings)
+        saved = torch.load(f"{folder}/{name}.state")
+        again.load_state_dict(saved["model"])
+        other.load_state_dict(saved["whole"])
+        same = {fqn for fqn, values in moments_of(other).items() if values} == own
+        refused = ""
+        try:
+            build(**settings)[1].load_state_dict(saved["partial"])
+        except ConfigError as error:
+            refused = str(error)
+        found[name] = {
+            "own": own,
+            "expected": {target.fqn for target in ownership.own_targets(opt.targets)},
+            "same": same,
+            "refused": refused,
+            "gradients": observer.found,
+            "on": steps(model, opt, batch(), 2),
+            "resumed": steps(again, other, batch(), 2),
+        }
+    return found
+
+
+def test_a_state_is_saved_whole_and_every_process_takes_its_part(workers, tmp_path):
+    """Fails if moments of one owner are lost on the way, or if a process goes on without those of another's file."""
+    first, second = workers.run(shared, 2, tmp_path, folder=str(tmp_path))
+    for name, settings in CASES.items():
+        one, other = first[name], second[name]
+        assert one["own"] == one["expected"] and other["own"] == other["expected"]
+        assert one["own"] and other["own"] and not one["own"] & other["own"]
+        assert one["same"] and other["same"]
+        assert one["refused"] == ""  # its own file
+        assert "that of process 0 of 2" in other["refused"]
+        for fqn, weight in one["on"].items():
+            assert all(torch.equal(weight, result) for result in (other["on"][fqn], one["resumed"][fqn]))
+            assert torch.equal(weight, other["resumed"][fqn])
+        # One process, on the same batch: the mean of equal sketches has their bits.
+        model, opt = build(**settings)
+        observer = Gradients()
+        opt.add_observer(observer)
+        steps(model, opt, batch(), 2)
+        for mine, theirs, alone in zip(one["gradients"], other["gradients"], observer.found, strict=True):
+            assert mine.keys() == alone.keys() == theirs.keys()
+            for fqn, gradient in alone.items():
+                assert torch.equal(mine[fqn], gradient) and torch.equal(theirs[fqn], gradient), (name, fqn)
+        model, opt = build(**settings)
+        saved = torch.load(tmp_path / f"{name}.state")
+        model.load_state_dict(saved["model"])
+        opt.load_state_dict(saved["whole"])
+        assert all(torch.equal(one["on"][fqn], weight) for fqn, weight in steps(model, opt, batch(), 2).items())
+
+
+def a_failure(rank):
+    """Process 1 cannot recover its part."""
+    model, opt = build()
+    recover = logra.optim.gradients.gradient_two_sided
+    if rank == 1:
+
+        def fail(*args):
+            raise torch.linalg.LinAlgError("no convergence")
+
+        logra.optim.gradients.gradient_two_sided = fail
+    loss_of(model, own_part(batch(), rank)).backward()
+    try:
+        opt.step()
+    except (RuntimeError, ValueError) as error:
+        logra.optim.gradients.gradient_two_sided = recover
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_failure_of_one_owner_is_everybodys(workers, tmp_path):
+    first, second = workers.run(a_failure, 2, tmp_path)
+    assert "another process could not recover its part of the update" in first
+    assert "no convergence" in second
+
+
+def sharded_moments(rank):
+    model = sharded(Model())
+    opt = logra.SketchOptimizer(model, **SETTINGS)
+    steps(model, opt, own_part(batch(), rank), 1)
+    return {
+        fqn: sum(v.numel() for v in values.values() if torch.is_tensor(v)) for fqn, values in moments_of(opt).items()
+    }
+
+
+def test_shards_divide_the_moments(workers, tmp_path):
+    first, second = workers.run(sharded_moments, 2, tmp_path)
+    assert all((first[fqn] == 0) != (second[fqn] == 0) for fqn in first)
+    assert sum(first.values()) == sum(second.values())

@@ -52,7 +52,7 @@ def moments_of(opt):
     return {target.fqn: state.moments(opt.state[target.parameter]) for target in opt.targets}
 
 
-def shared(rank, folder):
+def shared(rank, files):
     found = {}
     for name, settings in CASES.items():
         model, opt = build(**settings)
@@ -61,11 +61,11 @@ def shared(rank, folder):
         steps(model, opt, batch(), 2)
         partial, whole = opt.state_dict(), opt.whole_state_dict()
         if rank == 0:
-            torch.save({"whole": whole, "model": model.state_dict(), "partial": partial}, f"{folder}/{name}.state")
+            torch.save({"whole": whole, "model": model.state_dict(), "partial": partial}, f"{files}/{name}.state")
         own = {fqn for fqn, values in moments_of(opt).items() if values}
         logra.distributed.gathered(None)  # the file is there
         again, other = build(**settings)
-        saved = torch.load(f"{folder}/{name}.state")
+        saved = torch.load(f"{files}/{name}.state")
         again.load_state_dict(saved["model"])
         other.load_state_dict(saved["whole"])
         same = {fqn for fqn, values in moments_of(other).items() if values} == own
@@ -88,7 +88,7 @@ def shared(rank, folder):
 
 def test_a_state_is_saved_whole_and_every_process_takes_its_part(workers, tmp_path):
     """Fails if moments of one owner are lost on the way, or if a process goes on without those of another's file."""
-    first, second = workers.run(shared, 2, tmp_path, folder=str(tmp_path))
+    first, second = workers.run(shared, 2, tmp_path, files=str(tmp_path))
     for name, settings in CASES.items():
         one, other = first[name], second[name]
         assert one["own"] == one["expected"] and other["own"] == other["expected"]

@@ -49,7 +49,7 @@ def for_each(names: Sequence[str], action: Callable[[str], _T], what: str) -> di
     try:
         for name in names:
             found[name] = action(name)
-    except (LograError, torch.linalg.LinAlgError) as own_error:
+    except (LograError, torch.linalg.LinAlgError) as own_error:  # pyright: ignore[reportPrivateImportUsage]
         error = own_error
     if distributed.any_process([error is not None])[0]:
         raise error or LograError(f"another process could not {what} its part of the update; its error says why")

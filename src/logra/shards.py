@@ -88,12 +88,13 @@ def reshard(model: nn.Module) -> None:
 
     The root of an FSDP2 model keeps what it gathered after a forward without backward (generation, a probe).
     """
-    for module in _fsdp_modules(model):
-        module.reshard()
+    with torch._C.DisableTorchFunction():  # a mode that casts would let it free copies
+        for module in _fsdp_modules(model):
+            module.reshard()
 
 
 def gathered_again(output: Tensor, model: nn.Module) -> None:
-    """Let FSDP2 gather for the backward of `output` what is gathered now, after the forward that made it.
+    """Let FSDP2 gather groups of several modules for the backward of `output`, if they are gathered now, after its forward.
 
     FSDP2 gathers a group when a gradient reaches an output of the whole model, and frees it when the gradient has passed one
     of its modules. Of a final norm in the group of a head that is called again, that is too early.
@@ -101,7 +102,8 @@ def gathered_again(output: Tensor, model: nn.Module) -> None:
     kept = [
         module
         for module in _fsdp_modules(model)
-        if any(group.is_unsharded for group in module._get_fsdp_state()._fsdp_param_groups)
+        for group in module._get_fsdp_state()._fsdp_param_groups
+        if group.is_unsharded and len(group.modules) > 1
     ]
 
     def gather(_: Tensor) -> None:

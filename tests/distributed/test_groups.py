@@ -97,10 +97,10 @@ def test_gradients_through_a_head_of_its_own_group(workers, tmp_path):
 
 
 def groups(model):
-    """Names of the parameters that are gathered together, and whether a forward frees them."""
+    """Names of the parameters that are gathered together, whether a forward frees them, and a backward gathers them."""
     states = {id(s): s for s in (m._get_fsdp_state() for m in model.modules() if hasattr(m, "_get_fsdp_state"))}
     return sorted(
-        (sorted(p._param_fqn for p in group.fsdp_params), group._reshard_after_forward)
+        (sorted(p._param_fqn for p in group.fsdp_params), group._reshard_after_forward, group.unshard_in_backward)
         for state in states.values() for group in state._fsdp_param_groups
     )  # fmt: skip
 
@@ -131,6 +131,6 @@ def test_the_plan_has_the_groups_of_accelerate(workers, tmp_path):
     for untied, tied in workers.run(of_planner_and_accelerate, 2, tmp_path):
         for planned, real in (untied, tied):
             assert planned == real
-        assert (["model.embed_tokens.weight"], True) in untied[0]
-        assert (["lm_head.weight", "model.norm.weight"], False) in untied[0]
-        assert (["model.embed_tokens.weight", "model.norm.weight"], False) in tied[0]
+        assert (["model.embed_tokens.weight"], True, False) in untied[0]
+        assert (["lm_head.weight", "model.norm.weight"], False, True) in untied[0]
+        assert (["model.embed_tokens.weight", "model.norm.weight"], False, True) in tied[0]

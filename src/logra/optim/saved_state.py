@@ -83,7 +83,9 @@ class SavedState(torch.optim.Optimizer):
         call it together; on the others it is `state_dict()`.
         """
         with self.whole_state():
-            return self.state_dict()
+            found = self.state_dict()
+            # What belongs to others leaves the state again, but not the copy.
+            return found | {"state": {index: dict(entry) for index, entry in found["state"].items()}}
 
     @contextmanager
     def whole_state(self) -> Iterator[None]:

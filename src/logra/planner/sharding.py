@@ -3,7 +3,7 @@
 accelerate spreads a language model over FSDP2 processes by these groups of parameters that are gathered together:
 
     every decoder layer         gathered for its forward, and again for its backward
-    input embedding             the same
+    input embedding             gathered for its forward; its backward takes no weight
     final norm and head         gathered at the end of forward, freed in backward; with the embedding where it is tied
     what remains                the root: gathered throughout
 
@@ -41,6 +41,7 @@ def shard(model: Any, mesh: DeviceMesh, param_dtype: torch.dtype | None = None) 
         last.insert(1, embedding)
     else:
         fully_shard(embedding, **options)
+        embedding.set_unshard_in_backward(False)
     fully_shard(last, reshard_after_forward=False, **options)
     fully_shard(model, **options)
 

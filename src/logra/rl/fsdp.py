@@ -91,6 +91,12 @@ def shard(accelerator: Accelerator, model: nn.Module) -> None:
         fsdp2_apply_ac(accelerator, model)
         plugin.activation_checkpointing = False  # `prepare` would wrap every layer once more
     fsdp2_prepare_model(accelerator, model)
+    find = getattr(model, "get_input_embeddings", None)
+    embedding = None if find is None else find()
+    if isinstance(embedding, FSDPModule) and all(
+        list(group.modules) == [embedding] for group in embedding._get_fsdp_state()._fsdp_param_groups
+    ):
+        embedding.set_unshard_in_backward(False)  # its backward takes no weight; a head in its group does
 
 
 class GroupParameters:

@@ -11,6 +11,7 @@ from logra.bench import sync_vllm
 from logra.bench.harness.results import Record, Results
 from logra.bench.transfer.engines import engine
 from logra.errors import ConfigError
+from logra.update import PolicyUpdate
 
 
 def test_every_reload_is_of_the_checkpoint_just_written_and_every_update_follows_full_weights(tmp_path, monkeypatch):
@@ -31,7 +32,7 @@ def test_every_reload_is_of_the_checkpoint_just_written_and_every_update_follows
                 next(clock)
 
         def push(self, update):
-            calls.append("push")
+            calls.append((update.base_version, update.version))
             self.last_delivery = SimpleNamespace(num_bytes=3)
 
     def reload(folder):
@@ -46,9 +47,10 @@ def test_every_reload_is_of_the_checkpoint_just_written_and_every_update_follows
             next(clock)
 
     built = SimpleNamespace(client=Client(), reload=reload)
-    found = sync_vllm.measure(built, reload_ordinary, SimpleNamespace(seed=0), weights, tmp_path, num_repeats=3)
-    assert calls == ["load", "push", "reload", "ordinary"] * 3
-    expected = {"load_s": 5.0, "push_s": 1.0, "write_s": 1.0, "reload_s": 1.0, "reload_ordinary_s": 3.0}
+    update = PolicyUpdate(0, 1, 0, 0, {})
+    found = sync_vllm.measure(built, reload_ordinary, update, weights, tmp_path, num_repeats=3)
+    assert calls == ["load", (0, 1), (1, 2), "reload", "ordinary"] * 3
+    expected = {"load_s": 5.0, "first_push_s": 1.0, "push_s": 1.0, "write_s": 1.0, "reload_s": 1.0, "reload_ordinary_s": 3.0}
     expected |= {"load_bytes": 16, "push_bytes": 3}
     assert found == expected
 

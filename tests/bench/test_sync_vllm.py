@@ -50,7 +50,14 @@ def test_every_reload_is_of_the_checkpoint_just_written_and_every_update_follows
     update = PolicyUpdate(0, 1, 0, 0, {})
     found = sync_vllm.measure(built, reload_ordinary, update, weights, tmp_path, num_repeats=3)
     assert calls == ["load", (0, 1), (1, 2), "reload", "ordinary"] * 3
-    expected = {"load_s": 5.0, "first_push_s": 1.0, "push_s": 1.0, "write_s": 1.0, "reload_s": 1.0, "reload_ordinary_s": 3.0}
+    expected = {
+        "load_s": 5.0,
+        "first_push_s": 1.0,
+        "push_s": 1.0,
+        "write_s": 1.0,
+        "reload_s": 1.0,
+        "reload_ordinary_s": 3.0,
+    }
     expected |= {"load_bytes": 16, "push_bytes": 3}
     assert found == expected
 

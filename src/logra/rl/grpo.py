@@ -25,6 +25,7 @@ from logra import distributed
 from logra.errors import DataError
 from logra.rl.logprobs import completion_log_probs
 from logra.rl.metrics import StepClock, peak_memory_bytes, reward_metrics
+from logra.rl.payload import CompactBatch, compacted, return_free_memory
 from logra.rl.resumable import ResumableTrainer
 from logra.rl.rewards import checked, require_finite, signal_free_rows
 from logra.rl.shared_prompts import can_share_prompts, continues_prefill, order_by_prompt, shared_prefill
@@ -69,15 +70,16 @@ class CheckedGRPOTrainer(ResumableTrainer):
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         held = self._buffered_inputs
-        inputs = super()._prepare_inputs(generation_batch)
-        accumulated_as_one = (
-            self.num_iterations == 1 and self.args.steps_per_generation == self.args.gradient_accumulation_steps
-        )
-        if self._buffered_inputs is held or not (self._shares_prompts and accumulated_as_one):
-            return inputs
-        buffered: Any = order_by_prompt(self._buffered_inputs)
-        self._buffered_inputs = buffered
-        return buffered[self._step % len(buffered)]
+        inputs: Any = super()._prepare_inputs(generation_batch)
+        if self._buffered_inputs is not held:
+            accumulated_as_one = (
+                self.num_iterations == 1 and self.args.steps_per_generation == self.args.gradient_accumulation_steps
+            )
+            buffered: Any = self._buffered_inputs
+            buffered = compacted(order_by_prompt(buffered) if self._shares_prompts and accumulated_as_one else buffered)
+            self._buffered_inputs = buffered
+            inputs = buffered[self._step % len(buffered)]
+        return inputs.whole() if isinstance(inputs, CompactBatch) else inputs
 
     def _generate_single_turn(self, prompt_ids: Any, images: Any, multimodal_fields: Any, *args: Any, **kw: Any) -> Any:
         shares = self._shares_prompts and not images and not multimodal_fields and not self.use_vllm
@@ -259,6 +261,8 @@ class CheckedGRPOTrainer(ResumableTrainer):
     def _on_step_end(self) -> None:
         self._record(self._clock.metrics())
         (self._peak_bytes,) = distributed.largest([peak_memory_bytes(self.accelerator.device)])
+        if self.accelerator.device.type == "cpu":
+            return_free_memory()
 
 
 class _StepEvents(TrainerCallback):

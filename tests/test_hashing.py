@@ -192,11 +192,38 @@ def test_words_of_elements_are_those_of_their_index(width):
         np.testing.assert_array_equal(found.numpy(), expected)
 
 
+def obvious_uniform(key: int, width: int, rows: range, columns: range) -> torch.Tensor:
+    """Element by element from 64-bit words, with a division that is exact."""
+    index = torch.arange(rows.start, rows.stop)[:, None] * width + torch.arange(columns.start, columns.stop)
+    return (hash_words(key, index) // 2**8).double().div(2**24).float()
+
+
+@given(
+    key=st.integers(0, 2**64 - 1),
+    width=st.one_of(st.integers(1, 200), st.integers(2**31 - 100, 2**33)),
+    first=st.integers(0, 2**20),
+    data=st.data(),
+)
+def test_uniform_has_the_bits_of_the_64_bit_words(key, width, first, data):
+    # Catches a sign that is shifted in (half of all numbers), and rows that begin below 2^32 and end above.
+    rows = range(first, first + data.draw(st.integers(0, 5)))
+    start = data.draw(st.integers(0, width))
+    columns = range(start, min(width, start + data.draw(st.integers(0, 40))))
+    bounds = {"rows": (rows.start, rows.stop), "columns": (columns.start, columns.stop)}
+    found = uniform(key, 2**20 + 10, width, **bounds)
+    expected = obvious_uniform(key, width, rows, columns)
+    assert found.shape == (len(rows), len(columns)) and found.is_contiguous()
+    assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+
+
 def test_bad_input_is_refused():
     with pytest.raises(LograError, match="int64"):
         hash_words(KEY, torch.arange(3, dtype=torch.int32))
     with pytest.raises(LograError, match="key is -1"):
         hash_words(-1, torch.arange(3))
+    for generate in (uniform, element_words):
+        with pytest.raises(LograError, match="key is 18446744073709551616"):
+            generate(2**64, 3, 5)
     with pytest.raises(LograError, match=r"rows is \(0, 4\)"):
         signs(KEY, 3, 5, rows=(0, 4))
     with pytest.raises(LograError, match=r"columns is \(-1, 2\)"):

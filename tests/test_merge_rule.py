@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from logra.errors import ConfigError
 from logra.hashing import element_words
 from logra.merge_rule import LIMIT24, MergeRule, nudge_ties, round24_
 from logra.storage import on_grid24
@@ -95,6 +96,13 @@ def test_the_stream_is_that_of_seed_version_and_name():
     for changed in ({"seed": 2}, {"version": 3}, {"name": "v"}):
         assert not torch.equal(rounded(), rounded(**changed))
     assert torch.equal(rounded("fp32"), torch.full((4, 64), 1.0 + 100 * 2.0**-23))
+
+
+def test_other_weight_storages_are_refused():
+    # Catches a name with a typing error that is merged as fp32, without rounding.
+    for make in (MergeRule, lambda storage: MergeRule.of(storage, seed=0, version=1, name="w")):
+        with pytest.raises(ConfigError, match=r"weight_storage is 'split16'; allowed are fp32, split32, split24"):
+            make("split16")
 
 
 def test_below_the_limit_nothing_becomes_infinite():

@@ -8,8 +8,8 @@ Nothing is stored and nothing advances; element i of stream `key` is a pure func
 with k the first 64 bits of the SHA-256 of the key, so that related keys get unrelated streams.
 
 `mix` is an invertible 32-bit finaliser (xor-shift, multiply, and again). All arithmetic is in integers, on int64
-tensors without overflow, or on int32 tensors modulo 2^32 (`element_words`), so CPU and GPU agree bit for bit. Not
-cryptographic.
+tensors without overflow, or on int32 tensors modulo 2^32 (`element_words`, `uniform`), so CPU and GPU agree bit for
+bit. Not cryptographic.
 """
 
 import hashlib
@@ -73,8 +73,7 @@ def hash_words(key: int, index: Tensor) -> Tensor:
     Source:
         The constants of the finaliser are those of Chris Wellons' hash-prospector (exact bias 0.107).
     """
-    if not 0 <= key < 2**64:
-        raise LograError(f"hash_words: key is {key}; allowed is 0 <= key < 2**64 (see derive_key)")
+    _check_key("hash_words", key)
     if index.dtype != torch.int64:
         raise LograError(f"hash_words: index has dtype {index.dtype}; allowed is torch.int64")
     hashed_key = derive_key(key)
@@ -157,14 +156,11 @@ def uniform(
         fp32 [rows, columns], contiguous.
 
     Raises:
-        LograError: a range that leaves the matrix.
+        LograError: key out of range, or a range that leaves the matrix.
     """
-    row_start, row_stop = check_range("rows", rows, num_rows)
-    column_start, column_stop = check_range("columns", columns, width)
-    index = torch.arange(row_start, row_stop, device=device).mul_(width).unsqueeze(1) + torch.arange(
-        column_start, column_stop, device=device
-    )
-    return hash_words(key, index).bitwise_right_shift_(8).to(torch.float32).mul_(2.0**-24)
+    words = element_words(key, num_rows, width, rows=rows, columns=columns, device=device)
+    # The shift fills with the sign; what is left of the word is a number below 2^24.
+    return words.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).to(torch.float32).mul_(2.0**-24)
 
 
 def element_words(
@@ -193,8 +189,9 @@ def element_words(
         int32 [rows, columns], contiguous: the words in two's complement.
 
     Raises:
-        LograError: a range that leaves the matrix.
+        LograError: key out of range, or a range that leaves the matrix.
     """
+    _check_key("element_words", key)
     row_start, row_stop = check_range("rows", rows, num_rows)
     column_start, column_stop = check_range("columns", columns, width)
     hashed_key = derive_key(key)
@@ -225,6 +222,11 @@ def check_range(name: str, bounds: Range | None, size: int) -> Range:
     if not 0 <= start <= stop <= size:
         raise LograError(f"{name} is ({start}, {stop}); allowed is 0 <= start <= stop <= {size}")
     return start, stop
+
+
+def _check_key(function: str, key: int) -> None:
+    if not 0 <= key < 2**64:
+        raise LograError(f"{function}: key is {key}; allowed is 0 <= key < 2**64 (see derive_key)")
 
 
 def _signed(constant: int) -> int:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from logra.errors import ConfigError
 from logra.hashing import Range, derive_key, element_words
 
 WEIGHT_STORAGES = ("fp32", "split32", "split24")
@@ -35,10 +36,19 @@ class MergeRule:
     Attributes:
         weight_storage: "fp32", "split32" or "split24", of the run.
         key: stream of the rounding noise of "split24"; of no effect otherwise.
+
+    Raises:
+        ConfigError: another weight storage.
     """
 
     weight_storage: str
     key: int = 0
+
+    def __post_init__(self) -> None:
+        if self.weight_storage not in WEIGHT_STORAGES:
+            raise ConfigError(
+                f"MergeRule.weight_storage is {self.weight_storage!r}; allowed are {', '.join(WEIGHT_STORAGES)}"
+            )
 
     @staticmethod
     def of(weight_storage: str, *, seed: int, version: int, name: str) -> "MergeRule":

@@ -96,8 +96,11 @@ def on_grid24(value: Tensor) -> bool:
 
 
 def narrowed(lo: Tensor) -> Tensor:
-    """The int8 plane of values on the grid of split24 from their int16 plane, of any shape; low bytes must be zero."""
-    return (lo >> 8).to(torch.int8)
+    """The int8 plane of values on the grid of split24 from their int16 plane, of any shape; low bytes must be zero.
+
+    In the same memory: that of pinned host memory is pinned.
+    """
+    return torch.empty_like(lo, dtype=torch.int8, pin_memory=lo.is_pinned()).copy_(lo >> 8)
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """An engine is kept on the version of an optimizer, through whatever happens to it."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -193,3 +194,17 @@ def test_some_updates_carry_the_digest_of_all_weights(tools, trainer, client, mo
     follower.add(optimizer.step())
     follower.sync()
     assert pushed[0].weights_digest is not None
+
+
+def test_a_log_or_an_update_of_another_merge_rule_is_refused(trainers, client, tmp_path):
+    # Catches updates that are sent under the rule of the manifest, not under the one that they were trained by.
+    log = DirectoryLog(tmp_path, replace(trainers["split32"].manifest, seed=0))
+    with pytest.raises(SyncError, match=r"optimizer's weight_storage is 'split24', the log's is 'split32'"):
+        Follower(client, Optimizer(trainers["split24"]), log)
+    optimizer = Optimizer(trainers["split32"])
+    follower = Follower(client, optimizer, log)
+    update = optimizer.step()
+    with pytest.raises(SyncError, match=r"update to version 1: weight_storage is 'split24', the log's is 'split32'"):
+        follower.add(replace(update, weight_storage="split24"))
+    with pytest.raises(SyncError, match=r"update to version 1: seed is 1, the log's is 0"):
+        follower.add(replace(update, seed=1))

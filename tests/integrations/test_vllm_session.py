@@ -15,6 +15,7 @@ from logra.integrations.vllm import sleep, workers
 from logra.integrations.vllm.messages import InitInfo, UpdateInfo, anchor_info, to_text
 from logra.integrations.vllm.session import Session
 from logra.integrations.vllm.workers import Workers
+from logra.sync import Piece
 
 
 def joined(tools, trainer, **options) -> Session:
@@ -74,6 +75,50 @@ def test_a_bf16_engine_is_exact_with_a_low_plane_in_host_memory(tools, trainers,
     assert (piece.lo.device.type, piece.lo.dtype) == ("cpu", low)
     # What the engine computes with is the trainer's weight, rounded to nearest.
     assert torch.equal(piece.tensor, trainer.weights[-1]["model.layers.0.mlp.up_proj.weight"].bfloat16())
+
+
+def begun_with_an_anchor(tools, trainer, low_plane, device="cpu") -> Session:
+    engine = tools.build_engine(trainer.weights[1], dtype=torch.bfloat16).to(device)
+    session = Session(engine)
+    session.join(InitInfo(manifest=trainer.manifest.to_json(), low_plane=low_plane, anchor_follows=True))
+    session.receive(anchor(trainer.weights[1], 1))
+    return session
+
+
+@pytest.mark.parametrize(("storage", "low"), [("split32", torch.int16), ("split24", torch.int8)])
+@pytest.mark.parametrize("low_plane", ["host", "device"])
+def test_low_planes_that_begin_with_an_anchor_lie_where_they_shall(
+    tools, trainers, monkeypatch, storage, low, low_plane
+):
+    # Catches an option that only updates follow. All planes are made by `add_low`, whose devices tests/sync/test_layout.py
+    # has; here, what it was told.
+    made = []
+    add_low = Piece.add_low
+    monkeypatch.setattr(Piece, "add_low", lambda self, *args: (made.append(self.low_on_host), add_low(self, *args))[1])
+    trainer = trainers[storage]
+    session = begun_with_an_anchor(tools, trainer, low_plane)
+    pieces = {name: placement.pieces[0] for name, placement in session._replica.layout.items()}
+    assert len(made) == len(pieces) and all(piece.lo is not None for piece in pieces.values())
+    for update in trainer.updates[1:]:
+        send(session, update)
+    assert set(made) == {low_plane == "host"}
+    tools.assert_same_bits(weights_of(tools, session), trainer.weights[-1])
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert (pieces[name].lo.dtype, pieces["model.norm.weight"].lo.dtype) == (low, torch.int16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", ["split32", "split24"])
+def test_on_a_gpu_the_planes_of_an_anchor_stay_in_pinned_memory(tools, trainers, storage):
+    trainer = trainers[storage]
+    session = begun_with_an_anchor(tools, trainer, "host", "cuda")
+    for update in (None, *trainer.updates[1:]):
+        if update is not None:
+            send(session, update)
+        for placement in session._replica.layout.values():
+            for piece in placement.pieces:
+                assert (piece.tensor.device.type, piece.lo.device.type, piece.lo.is_pinned()) == ("cuda", "cpu", True)
+    tools.assert_same_bits(weights_of(tools, session), trainer.weights[-1])
 
 
 def test_a_bf16_engine_of_an_fp32_run_needs_its_base_in_fp32(tools, trainer):

@@ -189,3 +189,18 @@ def test_pieces_that_cannot_be_are_refused():
     model.weight = nn.Parameter(torch.zeros(2, 2, 2).permute(0, 2, 1))
     with pytest.raises(LograError, match="cannot be seen as a matrix"):
         module_layout(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int8])
+def test_low_planes_lie_where_the_piece_says(dtype):
+    # The meta device stands for that of the weights. Catches a plane that is made beside them, and one that replaces
+    # values that are there.
+    weight = torch.empty(4, 6, dtype=torch.bfloat16, device="meta")
+    for on_host, device in ((True, "cpu"), (False, "meta")):
+        piece = Piece(weight, (0, 4), (0, 6), low_on_host=on_host)
+        piece.add_low(dtype)
+        assert (piece.lo.device.type, piece.lo.dtype, tuple(piece.lo.shape)) == (device, dtype, (4, 6))
+    there = torch.ones(4, 6, dtype=torch.int16)
+    piece = Piece(weight, (0, 4), (0, 6), there)
+    piece.add_low(dtype)
+    assert piece.lo is there

@@ -8,7 +8,7 @@ import torch
 
 from logra import SketchOptimizer
 from logra.errors import SyncError
-from logra.sync import DirectoryLog, Publisher, Replica, module_layout
+from logra.sync import DirectoryLog, Manifest, Publisher, Replica, module_layout
 from logra.sync.layout import canonical_weights, weights_digest
 from logra.sync.publisher import changeable_weights, optimizer_layout, whole_update
 from logra.update import PolicyUpdate
@@ -71,6 +71,24 @@ def test_replicas_of_every_storage_follow_a_real_run(make_lm, token_ids, tmp_pat
     assert [update.weights_digest is not None for update in published] == [False, True, False, True, False]
 
 
+@pytest.mark.parametrize("storage", ["split32", "split24"])
+def test_runs_of_two_planes_begin_from_bf16_whatever_the_checkpoint(make_lm, token_ids, tmp_path, storage):
+    # docs/sync.md, "Storages of a replica". Catches the advice to load the fp32 values of the checkpoint, and an error
+    # that leaves the user alone with it.
+    checkpoint = make_lm()
+    log = DirectoryLog(tmp_path / "updates")
+    model = copy.deepcopy(checkpoint).to(torch.bfloat16)
+    opt, *_ = train(model, token_ids, make_publisher, 2, log, weight_storage=storage)
+    told = Replica(copy.deepcopy(checkpoint).to(torch.bfloat16), storage=storage)
+    told.load(canonical_weights(module_layout(checkpoint)), 0)
+    for replica in (told, Replica(copy.deepcopy(checkpoint))):
+        with pytest.raises(SyncError, match="the run began from bf16 weights"):
+            replica.catch_up(log)
+    replica = Replica(copy.deepcopy(checkpoint).to(torch.bfloat16), storage=storage)
+    replica.catch_up(log)
+    assert replica.digest() == weights_digest(optimizer_layout(opt))
+
+
 def test_metrics_and_what_is_added(make_lm, token_ids, tmp_path):
     log = DirectoryLog(tmp_path / "updates")
     opt, publisher, published = train(make_lm(), token_ids, make_publisher, 2, log)
@@ -125,9 +143,40 @@ def test_a_log_that_is_ahead_of_the_optimizer_is_refused(make_lm, token_ids, tmp
     opt, publisher, _ = train(make_lm(), token_ids, make_publisher, 2, log)
     Publisher(DirectoryLog(log.path), opt)  # resumed where the log ends
     with pytest.raises(SyncError, match="the log is at version 2, the optimizer at 0"):
-        Publisher(DirectoryLog(log.path), SketchOptimizer(make_lm(), target_modules=PATTERNS))
+        Publisher(DirectoryLog(log.path), SketchOptimizer(make_lm(), target_modules=PATTERNS, seed=3))
     with pytest.raises(SyncError, match="before the next step"):
         publisher.publish(replace(opt.last_update, base_version=2, version=3))
+
+
+def test_a_log_of_another_merge_rule_or_seed_is_refused(make_lm, tmp_path):
+    # A run that is stopped before its first update, and begun again in its folder with other settings. Catches updates that
+    # are published under the rule of the manifest, not under the one that they were trained by.
+    def optimizer(storage, seed):
+        model = make_lm().to(torch.bfloat16)
+        return SketchOptimizer(model, target_modules=PATTERNS, weight_storage=storage, seed=seed)
+
+    log = DirectoryLog(tmp_path / "updates")
+    Publisher(log, optimizer("split32", 3))
+    for repeats in (False, True):
+        with pytest.raises(SyncError, match=r"optimizer's weight_storage is 'split24', the log's is 'split32'"):
+            Publisher(DirectoryLog(log.path), optimizer("split24", 3), repeats=repeats)
+        with pytest.raises(SyncError, match=r"optimizer's seed is 4, the log's is 3"):
+            Publisher(DirectoryLog(log.path), optimizer("split32", 4), repeats=repeats)
+    bare = Publisher(DirectoryLog(log.path))
+    update = PolicyUpdate(0, 1, 3, 0, {}, {"w": torch.ones(2)}, weight_storage="split24")
+    with pytest.raises(SyncError, match=r"update to version 1: weight_storage is 'split24', the log's is 'split32'"):
+        bare.publish(update)
+    with pytest.raises(SyncError, match=r"update to version 1: seed is 4, the log's is 3"):
+        bare.publish(replace(update, weight_storage="split32", seed=4))
+    assert log.latest() == 0
+    bare.publish(replace(update, weight_storage="split32"))
+    assert log.read(1).weight_storage == "split32"
+
+
+def test_a_log_that_does_not_know_its_seed_takes_any(tmp_path):
+    log = DirectoryLog(tmp_path / "updates", Manifest(run_id="a"))
+    Publisher(log).publish(PolicyUpdate(0, 1, 3, 0, {}, {"w": torch.ones(2)}))
+    assert log.read(1).seed == 3
 
 
 def test_settings_that_cannot_work_are_refused(tmp_path):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from logra.errors import LograError, PacketError, SyncError
-from logra.sync import DirectoryLog, Replica, combine_parts
+from logra.storage import on_grid24
+from logra.sync import DirectoryLog, Piece, Placement, Replica, combine_parts, fit
 from logra.tensor_delta import TensorDelta
 from logra.update import LowRankUpdate
 
@@ -304,8 +305,10 @@ def test_planes_of_8_bits_follow_runs_of_24_bits_alone(tools, runs, tmp_path):
         before = state(follower)
         with pytest.raises(PacketError, match=f"weight_storage is '{storage}'; a replica with storage='split24'"):
             follower.apply(run.updates[0])
-        with pytest.raises(PacketError, match="Use storage='split32'"):
-            follower.catch_up(log)
+        with pytest.raises(
+            SyncError, match=f"catch_up: the log's weight_storage is '{storage}'.*Use storage='split32'"
+        ):
+            follower.catch_up(log)  # no packet was read
         assert_unchanged(tools, follower, before)
 
 
@@ -361,6 +364,34 @@ def test_a_split32_replica_without_the_low_plane_of_an_fp32_base_is_told_so(tool
         replica.catch_up(log)
     replica.load(run.weights[0], 0)
     replica.catch_up(log)
+
+
+def test_low_bits_of_another_base_are_named(tools, runs, tmp_path):
+    # An fp32 run, and weights that round to the same bf16 numbers: neither its values nor its bf16 values.
+    run = runs["fp32"]
+    log = DirectoryLog(tmp_path, run.manifest)
+    (replica,) = tools.build("fp32-module", run).replicas
+    piece = replica.layout["layer.q_proj.weight"].pieces[0]
+    piece.tensor.view(torch.int32)[1, 0] ^= 1  # row 1 of the base holds no ties
+    with pytest.raises(SyncError, match="they differ in the low bits"):
+        replica.catch_up(log)
+
+
+def test_values_of_24_bits_are_checked_in_blocks_of_rows(monkeypatch):
+    # Catches a check of the first block alone, and one that needs several times the memory of the weight at once.
+    sizes = []
+    monkeypatch.setattr(fit, "on_grid24", lambda value: (sizes.append(value.numel()), on_grid24(value))[1])
+    base = torch.randn(64, 8).bfloat16()
+    piece = Piece(base.clone(), (0, 64), (0, 8), torch.zeros(64, 8, dtype=torch.int8))
+    placement = Placement((64, 8), (piece,))
+    value = base.float()
+    fit.check_tensor("w", value, placement, "split24")
+    assert sum(sizes) == value.numel() and max(sizes) <= value.numel() // 4
+    for row in (0, 63):
+        finer = value.clone()
+        finer.view(torch.int32)[row, 7] += 1
+        with pytest.raises(PacketError, match="more than the 24 bits"):
+            fit.check_tensor("w", finer, placement, "split24")
 
 
 def test_a_delta_that_would_not_stay_finite_is_refused_whole(tools, runs):

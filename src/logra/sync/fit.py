@@ -11,7 +11,7 @@ from logra.rounding import qmax_of
 from logra.storage import on_grid24
 from logra.sync.layout import Layout, Piece, Placement
 from logra.tensor_delta import TensorDelta
-from logra.update import LowRankUpdate, PolicyUpdate
+from logra.update import LowRankUpdate, PolicyUpdate, row_blocks
 
 Storage = Literal["fp32", "split32", "split24", "bf16"]
 PLANE_DTYPE: Mapping[str, torch.dtype] = {
@@ -76,8 +76,13 @@ def check_tensor(name: str, value: Tensor, placement: Placement, storage: Storag
         splits = piece.tensor.dtype == torch.bfloat16 and value.dtype == torch.float32 and value.numel() > 0
         if splits and not float(value.abs().max()) < MAGNITUDE_LIMIT:
             raise PacketError(f"update: tensor {name!r} holds values that are not finite in bf16, which keeps it here")
-        if _has_24_bits(piece) and not on_grid24(part_of(value, placement, piece).to(torch.float32)):
-            raise PacketError(f"update: tensor {name!r} holds values of more than the 24 bits that are kept of it here")
+        if _has_24_bits(piece):
+            part = part_of(value, placement, piece)
+            for start, stop in row_blocks((part.shape[0], part.shape[1])):
+                if not on_grid24(part[start:stop].to(torch.float32)):
+                    raise PacketError(
+                        f"update: tensor {name!r} holds values of more than the 24 bits that are kept of it here"
+                    )
 
 
 def largest_change(weight: LowRankUpdate) -> float:

@@ -40,6 +40,8 @@ class Piece:
         columns: half-open range of columns of the whole weight.
         lo: [rows, columns], the low plane of a bf16 `tensor`, int16 or int8 (`logra.storage`); None where it is zero or
             there is none.
+        low_on_host: a low plane that the piece gets from now on lies in host memory, pinned where `tensor` is on a GPU;
+            False for the device of `tensor`.
 
     Raises:
         LograError: the tensor does not fit the ranges, or has a dtype that no storage holds.
@@ -49,6 +51,7 @@ class Piece:
     rows: Range
     columns: Range
     lo: Tensor | None = None
+    low_on_host: bool = False
 
     def __post_init__(self) -> None:
         expected = (self.rows[1] - self.rows[0], self.columns[1] - self.columns[0])
@@ -80,6 +83,17 @@ class Piece:
             return block.to(torch.float32)
         return join(block, self.lo[start:stop].to(block.device))
 
+    def add_low(self, dtype: torch.dtype) -> None:
+        """Give the piece a low plane of zeros where it has none.
+
+        Args:
+            dtype: int16, or int8 in runs with 24-bit weights.
+        """
+        if self.lo is None:
+            device = torch.device("cpu") if self.low_on_host else self.tensor.device
+            pinned = self.low_on_host and self.tensor.is_cuda
+            self.lo = torch.zeros_like(self.tensor, dtype=dtype, device=device, pin_memory=pinned)
+
     def write(self, value: Tensor, *, keep_low: bool, start: int = 0) -> None:
         """Replace the whole piece, or rows of it.
 
@@ -101,8 +115,8 @@ class Piece:
                 self.lo[rows] = 0
             return
         value = value.to(device=self.tensor.device, dtype=torch.float32)
-        if self.lo is None:
-            self.lo = torch.zeros_like(self.tensor, dtype=torch.int16)
+        self.add_low(torch.int16)
+        assert self.lo is not None
         high, low = split24(value) if self.lo.dtype == torch.int8 else split32(value, nudge=False)
         self.tensor[rows].copy_(high)
         self.lo[rows].copy_(low)

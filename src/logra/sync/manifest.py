@@ -73,6 +73,25 @@ class Manifest:
         _require(self.weight_storage in WEIGHT_STORAGES, "weight_storage", self.weight_storage)
         _require(self.seed is None or (type(self.seed) is int and 0 <= self.seed < 2**63), "seed", self.seed)
 
+    def check_follows(self, whose: str, *, weight_storage: str, seed: int) -> None:
+        """Refuse an optimizer, or an update of one, that trains by another merge rule or seed than the run.
+
+        Args:
+            whose: the beginning of the error, as "Publisher: the optimizer's".
+            weight_storage: of the optimizer or the update.
+            seed: likewise.
+
+        Raises:
+            SyncError: with both values. A seed that the manifest does not know is not compared.
+        """
+        for name, found in (("weight_storage", weight_storage), ("seed", seed)):
+            expected = getattr(self, name)
+            if expected is not None and found != expected:
+                raise SyncError(
+                    f"{whose} {name} is {found!r}, the log's is {expected!r} (run {self.run_id!r}). Train with "
+                    f"{name}={expected!r}, or start a log in a new folder"
+                )
+
     def to_json(self) -> str:
         """The text of the manifest."""
         content = {

@@ -32,8 +32,8 @@ class Publisher:
             Updates that the log has already are compared with it.
 
     Raises:
-        SyncError: digests or anchors without an optimizer, a log that cannot hold anchors, or a log that ends at another
-            version than the optimizer's.
+        SyncError: digests or anchors without an optimizer, a log that cannot hold anchors, or a log of another merge rule
+            or seed than the optimizer's, or that ends at another version.
 
     Example:
         >>> publisher = logra.sync.Publisher(logra.sync.DirectoryLog("run/updates"), opt, base_model="./model")
@@ -83,11 +83,12 @@ class Publisher:
             update: `opt.last_update`; None, a step that was skipped, does nothing.
 
         Returns:
-            The update as it is in the log, with run id, merge rule and digest, and with deltas in place of tensors that
-            were published before; None for None. On return it is durable.
+            The update as it is in the log, with run id and digest, and with deltas in place of tensors that were
+            published before; None for None. On return it is durable.
 
         Raises:
-            SyncError: the update does not continue the log, belongs to another run, or could not be written.
+            SyncError: the update does not continue the log, belongs to another run, merge rule or seed, or could not be
+                written.
         """
         if update is None:
             return None
@@ -122,7 +123,8 @@ class Publisher:
         return dict(self._metrics)
 
     def _begin(self, optimizer: PolicyOptimizer) -> None:
-        if self.log.manifest is None:
+        config, manifest = optimizer.config, self.log.manifest
+        if manifest is None:
             layout = optimizer_layout(optimizer)
             base = replace(
                 self._base,
@@ -130,11 +132,12 @@ class Publisher:
                 digest=weights_digest(layout),
                 digest_bf16=weights_digest(layout, rounded=True),
             )
-            config = optimizer.config
             self.log.start(
                 Manifest(run_id=new_run_id(), weight_storage=config.weight_storage, seed=config.seed, base=base)
             )
-        elif self.log.latest() < optimizer.version or (self.log.latest() > optimizer.version and not self._repeats):
+            return
+        manifest.check_follows("Publisher: the optimizer's", weight_storage=config.weight_storage, seed=config.seed)
+        if self.log.latest() < optimizer.version or (self.log.latest() > optimizer.version and not self._repeats):
             raise SyncError(
                 f"Publisher: the log is at version {self.log.latest()}, the optimizer at {optimizer.version}. Resume from "
                 f"the weights of version {self.log.latest()}, or start a log in a new folder"
@@ -153,6 +156,9 @@ class Publisher:
             self.log.start(manifest)
         if update.run_id not in ("", manifest.run_id):
             raise SyncError(f"publish: the update belongs to run {update.run_id!r}, the log to {manifest.run_id!r}")
+        manifest.check_follows(
+            f"publish: the update to version {update.version}:", weight_storage=update.weight_storage, seed=update.seed
+        )
         digest = update.weights_digest
         if self._optimizer is not None:
             if self._optimizer.version != update.version:
@@ -162,7 +168,7 @@ class Publisher:
                 )
             if self._digest_every and update.version % self._digest_every == 0:
                 digest = weights_digest(optimizer_layout(self._optimizer))
-        return replace(update, run_id=manifest.run_id, weight_storage=manifest.weight_storage, weights_digest=digest)
+        return replace(update, run_id=manifest.run_id, weights_digest=digest)
 
 
 def optimizer_layout(optimizer: PolicyOptimizer) -> dict[str, Placement]:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from logra.errors import PacketError, SyncError
+from logra.errors import LograError, PacketError, SyncError
 from logra.merge_rule import MergeRule
 from logra.shards import reshard
 from logra.storage import LOW_DTYPES, apply_update_, narrowed
@@ -125,7 +125,7 @@ class Replica:
             Number of updates applied.
 
         Raises:
-            SyncError: another run or base model, or the log cannot continue this version.
+            SyncError: another run, merge rule or base model, or the log cannot continue this version.
             PacketError: an update is damaged or does not fit. The replica stays at the last version that was right.
         """
         manifest = log.manifest
@@ -141,7 +141,7 @@ class Replica:
             raise SyncError(
                 f"catch_up: the replica is at version {self.version}, the log at {latest}, asked for {target}"
             )
-        self._check_rule(manifest.weight_storage)
+        self._check_rule(manifest.weight_storage, "catch_up: the log's", SyncError)
         self._check_base(manifest.base)
         self.run_id, self._seed, self._weight_storage = manifest.run_id, manifest.seed, manifest.weight_storage
         anchor = self._start_from_anchor(log, target)
@@ -232,7 +232,7 @@ class Replica:
         ):
             if own is not None and getattr(update, name) != own:
                 raise PacketError(f"update: {name} is {getattr(update, name)!r}; this replica follows {own!r}")
-        self._check_rule(update.weight_storage)
+        self._check_rule(update.weight_storage, "update:", PacketError)
         if update.base_version != self.version:
             kind = "it has been applied already" if update.version <= self.version else "updates in between are missing"
             raise PacketError(
@@ -242,10 +242,10 @@ class Replica:
         fit.check_fit(update, self.layout, self.storage)
         self._check_magnitudes(update)
 
-    def _check_rule(self, weight_storage: str) -> None:
+    def _check_rule(self, weight_storage: str, whose: str, error: type[LograError]) -> None:
         if self.storage == "split24" and weight_storage != "split24":
-            raise PacketError(
-                f"update: weight_storage is {weight_storage!r}; a replica with storage='split24' holds weights of 24 bits, "
+            raise error(
+                f"{whose} weight_storage is {weight_storage!r}; a replica with storage='split24' holds weights of 24 bits, "
                 f"which only runs with weight_storage='split24' have. Use storage='split32'"
             )
 
@@ -267,8 +267,8 @@ class Replica:
             self._drift.merge(name, piece, weight, rule)
             return
         low_dtype = LOW_DTYPES.get(self.storage)
-        if low_dtype is not None and piece.lo is None:
-            piece.lo = torch.zeros_like(piece.tensor, dtype=low_dtype)
+        if low_dtype is not None:
+            piece.add_low(low_dtype)
         apply_update_(weight, piece.tensor, piece.lo, rows=piece.rows, columns=piece.columns, rule=rule)
         if low_dtype == torch.int8 and piece.lo is not None and piece.lo.dtype == torch.int16:
             piece.lo = narrowed(piece.lo)  # of an anchor; the merge has rounded every value to 24 bits
@@ -317,17 +317,29 @@ class Replica:
         expected = base.digest_bf16 if bf16 else base.digest
         found = None if expected is None else weights_digest(self.layout, rounded=bf16)
         if found is not None and found != expected:
-            rounded = base.digest_bf16 is not None and found == base.digest_bf16
-            hint = "these are its bf16 values: load() the fp32 ones" if rounded else "it is another model or revision"
             raise SyncError(
                 f"catch_up: the weights at version {self.version} are not those of the base model {base.model!r} "
-                f"(digest {found:.12}..., expected {expected:.12}...); {hint}"
+                f"(digest {found:.12}..., expected {expected:.12}...); {self._base_hint(base, found)}"
             )
         if self._drift is not None:
             self._drift.start(exact=base.digest is not None and self.digest() == base.digest)
         elif found is not None:
             self.verified_version = self.version
         self._checked_base = True
+
+    def _base_hint(self, base: BaseModel, found: str) -> str:
+        """What may be wrong with weights whose digest `found` is not that of the base model."""
+        if base.digest_bf16 is not None and self.storage != "bf16":
+            if found == base.digest_bf16:
+                return "these are its bf16 values: load() the fp32 ones"
+            if weights_digest(self.layout, rounded=True) == base.digest_bf16:
+                if base.digest == base.digest_bf16:
+                    return (
+                        "rounded to bf16 they are: the run began from bf16 weights. Load the model in bf16, and do not "
+                        "load() the fp32 values of its checkpoint"
+                    )
+                return "rounded to bf16 they are, so they differ in the low bits: load() the fp32 weights of the run's base"
+        return "it is another model or revision"
 
     def _start_from_anchor(self, log: UpdateLog, target: int) -> int | None:
         """Load the newest anchor up to `target` if that is needed or pays; returns its version, None without one."""

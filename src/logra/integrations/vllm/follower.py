@@ -35,6 +35,9 @@ class Follower:
         optimizer: whose weights it shall have.
         log: where the updates of the run are published; None for a run without a log, which begins with the optimizer's
             present weights.
+
+    Raises:
+        SyncError: the log is that of a run with another merge rule or seed than the optimizer's.
     """
 
     def __init__(self, engine: EngineClient, optimizer: PolicyOptimizer, log: UpdateLog | None = None) -> None:
@@ -45,12 +48,25 @@ class Follower:
         self._log = log
         manifest = None if log is None else log.manifest
         self._manifest = _begin(optimizer) if manifest is None else manifest
+        config = optimizer.config
+        self._manifest.check_follows(
+            "Follower: the optimizer's", weight_storage=config.weight_storage, seed=config.seed
+        )
         self._pending: list[PolicyUpdate] = []
 
     def add(self, update: PolicyUpdate | None) -> None:
-        """Remember an update that the optimizer has just applied; None, a skipped step, is nothing."""
+        """Remember an update that the optimizer has just applied; None, a skipped step, is nothing.
+
+        Raises:
+            SyncError: it has another merge rule or seed than the run.
+        """
         if update is None:
             return
+        self._manifest.check_follows(
+            f"Follower: the update to version {update.version}:",
+            weight_storage=update.weight_storage,
+            seed=update.seed,
+        )
         due = update.version % DIGEST_EVERY == 0 and update.weights_digest is None
         if due and update.version == self._optimizer.version:
             update = replace(update, weights_digest=weights_digest(optimizer_layout(self._optimizer)))
@@ -100,8 +116,7 @@ class Follower:
         version = self.engine.attach(self._manifest)
         for update in updates:
             if update.version > version:
-                stamped = replace(update, run_id=self._manifest.run_id, weight_storage=self._manifest.weight_storage)
-                self.engine.push(stamped)
+                self.engine.push(replace(update, run_id=self._manifest.run_id))
                 deliveries.append(self._last_delivery())
 
     def _load(self, deliveries: list[Delivery]) -> None:

@@ -22,7 +22,6 @@ from logra.errors import PacketError, SyncError
 from logra.integrations.vllm.layout import engine_layout
 from logra.integrations.vllm.messages import InitInfo, UpdateInfo, opened_anchor, to_bytes
 from logra.integrations.vllm.workers import Workers
-from logra.storage import LOW_DTYPES
 from logra.sync import Manifest, Piece, Replica, combine_parts
 from logra.update import PolicyUpdate
 
@@ -167,7 +166,7 @@ class Session:
             raise SyncError("the engine needs an anchor: its weights were not those of the run's base model")
         self._refuse(sorted(update.names))
         self._look_for_loss(replica)
-        self._place_low_planes(replica, update)
+        self._place_low_planes(replica)
         try:
             replica.apply(update)
         finally:
@@ -182,6 +181,7 @@ class Session:
             self._replica.invalidate("it has the weights of no version yet")
         replica = self._replica
         self._refuse(weights)
+        self._place_low_planes(replica)
         replica.load(weights, version)
         self._anchored |= weights.keys()
         self._witness = witness(self._pieces())
@@ -228,20 +228,19 @@ class Session:
         if replica.needs_anchor is None and not torch.equal(witness(self._pieces()), self._witness):
             replica.invalidate(f"something else wrote into the weights of version {replica.version}, or they were lost")
 
-    def _place_low_planes(self, replica: Replica, update: PolicyUpdate) -> None:
-        """Low planes begin as zeros. Left alone, a replica puts them beside the weights, on the device."""
+    def _place_low_planes(self, replica: Replica) -> None:
+        """Before anything is written, by an update or an anchor: where the low planes go that the replica will make."""
         assert self._init is not None
-        low_dtype = LOW_DTYPES.get(replica.storage)
-        if low_dtype is None or self._init.low_plane == "device":
-            return
-        for name in update.weights.keys() & replica.layout.keys():
-            for piece in replica.layout[name].pieces:
-                if piece.lo is None:
-                    piece.lo = torch.zeros(piece.tensor.shape, dtype=low_dtype, pin_memory=piece.tensor.is_cuda)
+        for piece in _pieces_of(replica):
+            piece.low_on_host = self._init.low_plane == "host"
 
     def _pieces(self) -> list[Piece]:
         assert self._replica is not None
-        return [piece for placement in self._replica.layout.values() for piece in placement.pieces]
+        return _pieces_of(self._replica)
+
+
+def _pieces_of(replica: Replica) -> list[Piece]:
+    return [piece for placement in replica.layout.values() for piece in placement.pieces]
 
 
 def _require_sound(replica: Replica) -> None:

@@ -35,6 +35,7 @@ def test_a_memory_size_without_a_unit_is_refused(text):
         ({"prompt_len": 5000}, "prompt_len=5000"),
         ({"micro_batch": 1.5}, "micro_batch=1.5"),
         ({"rank": 0}, "rank=0"),
+        ({"num_processes": 0}, "num_processes=0"),
         ({"gpu_memory": "80"}, "gpu_memory='80'"),
         ({"sequence": 5}, "sequence"),
     ],
@@ -59,8 +60,9 @@ def test_a_configuration_that_is_none(tmp_path):
 def test_a_model_whose_forward_cannot_be_traced(tmp_path):
     """An encoder-decoder has no causal language model: an error that names the model, no guess."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "d_model": 8, "num_hidden_layers": 1}))
-    with pytest.raises(ConfigError, match="model"):
-        logra.memory.plan(str(tmp_path), methods="adamw")
+    for settings in ({"methods": "adamw"}, {"methods": ["adamw", "logra"], "num_processes": 2}):
+        with pytest.raises(ConfigError, match="model"):
+            logra.memory.plan(str(tmp_path), **settings)
 
 
 @pytest.mark.parametrize("name", PRESETS)

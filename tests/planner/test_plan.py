@@ -121,6 +121,12 @@ def test_what_fits_and_what_is_the_most_that_does(tmp_path):
         assert other["fits"] is fits
 
 
+def test_methods_at_the_same_time_are_planned_as_one_after_the_other(tmp_path):
+    path = str(small_config(tmp_path))
+    settings = {"methods": ["logra", "adamw"], "seq_len": 64, "gpu_memory": "2MiB"}
+    assert logra.memory.plan(path, num_processes=2, **settings) == logra.memory.plan(path, **settings)
+
+
 def test_sketched_experts_cannot_be_planned_for(tmp_path):
     # The default patterns reach the down projections of the experts beside those of the shared one.
     sizes = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4}

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ def plan_command(arguments: Sequence[str]) -> int:
         options.model,
         methods=options.method,
         gpu_memory=options.gpu_memory,
+        num_processes=_num_cores(),
         num_gpus=options.num_gpus,
         seq_len=options.seq_len,
         prompt_len=options.prompt_len,
@@ -74,6 +76,11 @@ def text(result: dict[str, Any]) -> str:
         SHAPE_CALCULATION,
     ]
     return "\n".join(lines)
+
+
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Parser(argparse.ArgumentParser):

@@ -5,6 +5,8 @@ training. The engine that samples is not traced: its weights and its cache are s
 """
 
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 from logra.chunked_head import chunk_tokens
@@ -20,6 +22,7 @@ def plan(
     *,
     methods: str | Sequence[str] = ("logra", "adamw", "lora", "paper"),
     gpu_memory: str | int | None = None,
+    num_processes: int = 1,
     **settings: Any,
 ) -> dict[str, Any]:
     """Bytes per GPU by category, for every method.
@@ -28,6 +31,8 @@ def plan(
         model: a preset (`logra.planner.models.PRESETS`), the path of a config.json, or a folder that holds one.
         methods: some of logra, adamw, lora, paper.
         gpu_memory: memory of a GPU with its unit, such as "80GB"; None does not compare.
+        num_processes: methods traced at the same time, at least 1. With more than 1 each has a process of its own, for which
+            the calling script needs an `if __name__ == "__main__"`.
         **settings: fields of `PlanOptions`: num_gpus, seq_len, prompt_len, micro_batch, precision, rank, weight_storage, ...
 
     Returns:
@@ -45,6 +50,8 @@ def plan(
         True
     """
     chosen = check_methods(methods)
+    if num_processes < 1:
+        raise ConfigError(f"num_processes={num_processes!r}: at least 1")
     limit = None if gpu_memory is None else parse_memory(gpu_memory)
     try:
         options = PlanOptions(**settings)
@@ -52,7 +59,7 @@ def plan(
         raise ConfigError(f"plan: {error}. Allowed: {', '.join(PlanOptions.__annotations__)}") from error
     config = load_config(model)
     _check_rows(config, options)
-    reports = {method: trace(config, method, options) for method in chosen}
+    reports = _traced(config, chosen, options, min(num_processes, len(chosen)))
     return {
         "model": model,
         "num_gpus": options.num_gpus,
@@ -62,6 +69,14 @@ def plan(
             method: _result(report, options, limit, int(config.vocab_size)) for method, report in reports.items()
         },
     }
+
+
+def _traced(config: Any, methods: Sequence[str], options: PlanOptions, num_processes: int) -> dict[str, Report]:
+    if num_processes == 1:
+        return {method: trace(config, method, options) for method in methods}
+    with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
+        waiting = {method: pool.submit(trace, config, method, options) for method in methods}
+        return {method: future.result() for method, future in waiting.items()}
 
 
 def _check_rows(config: Any, options: PlanOptions) -> None:

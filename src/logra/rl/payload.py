@@ -1,7 +1,7 @@
 """What a rollout leaves behind, kept as small as its values allow, and memory that is given back to the system.
 
 Between generation and the last gradient that reads them, TRL holds tokens and masks as int64. Tokens fit in int32 and
-masks in one bit of meaning, so they are held as int32 and bool, 9 of 32 bytes a token, and are widened again one
+masks in one bit of meaning, so they are held as int32 and bool, 5 of 16 bytes a token, and are widened again one
 micro-batch at a time. Log-probabilities and advantages stay what they are: rounding them would change the loss.
 """
 

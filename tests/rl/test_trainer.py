@@ -110,7 +110,7 @@ def test_the_probe_covers_the_whole_window(make_trainer):
     # 2 micro-batches of 4, not just the last one.
     assert probe["input_ids"].shape[0] == 8
     assert probe["temperature"] == 0.9
-    batches = trainer._buffered_inputs
+    batches = [batch.whole() for batch in trainer._buffered_inputs]
     assert probe["loss_mask"].sum() == sum(batch["completion_mask"].sum() for batch in batches)
     assert probe["attention_mask"].sum() == sum(
         batch["completion_mask"].sum() + batch["prompt_mask"].sum() for batch in batches

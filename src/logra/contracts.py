@@ -174,7 +174,11 @@ class StepView:
 
 
 class StepObserver(Protocol):
-    """Measures steps of an optimizer; must not change weights, gradients or the state of random number generators."""
+    """Measures steps of an optimizer; must not change weights, gradients or the state of random number generators.
+
+    In a run of several processes an observer of one alone sees whole gradients and updates, but must not communicate. The
+    attribute `is_due` (bool, True without it) says before a step whether `observe` will ask for its gradients.
+    """
 
     def attached(self, targets: Mapping[str, nn.Module]) -> None:
         """Called once, with the targets by fully qualified name. Raises ConfigError if they do not suit."""

@@ -1,11 +1,15 @@
 """Gradient and moments of a target are with one process; what others ask for is what that one has."""
 
+import logging
+
 import pytest
 import torch
+import torch.distributed as dist
 from sharded_lm import SETTINGS, Model, batch, loss_of, own_part, sharded
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import logra
-from logra.errors import ConfigError
+from logra.errors import ConfigError, LograError
 from logra.optim import ownership, state
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
@@ -72,7 +76,7 @@ def shared(rank, files):
         refused = ""
         try:
             build(**settings)[1].load_state_dict(saved["partial"])
-        except ConfigError as error:
+        except LograError as error:
             refused = str(error)
         found[name] = {
             "own": own,
@@ -94,7 +98,7 @@ def test_a_state_is_saved_whole_and_every_process_takes_its_part(workers, tmp_pa
         assert one["own"] == one["expected"] and other["own"] == other["expected"]
         assert one["own"] and other["own"] and not one["own"] & other["own"]
         assert one["same"] and other["same"]
-        assert one["refused"] == ""  # its own file
+        assert "another process was refused" in one["refused"]  # its own file, but all go on or none
         assert "that of process 0 of 2" in other["refused"]
         for fqn, weight in one["on"].items():
             assert all(torch.equal(weight, result) for result in (other["on"][fqn], one["resumed"][fqn]))
@@ -115,29 +119,107 @@ def test_a_state_is_saved_whole_and_every_process_takes_its_part(workers, tmp_pa
         assert all(torch.equal(one["on"][fqn], weight) for fqn, weight in steps(model, opt, batch(), 2).items())
 
 
-def a_failure(rank):
+def a_failure(rank, kind):
     """Process 1 cannot recover its part."""
+    errors = {"linalg": torch.linalg.LinAlgError, "memory": torch.OutOfMemoryError, "type": TypeError}
     model, opt = build()
     recover = logra.optim.gradients.gradient_two_sided
     if rank == 1:
 
         def fail(*args):
-            raise torch.linalg.LinAlgError("no convergence")
+            raise errors[kind]("what went wrong")
 
         logra.optim.gradients.gradient_two_sided = fail
     loss_of(model, own_part(batch(), rank)).backward()
     try:
         opt.step()
-    except (RuntimeError, ValueError) as error:
+    except Exception as error:
         logra.optim.gradients.gradient_two_sided = recover
         return f"{type(error).__name__}: {error}"
     return ""
 
 
-def test_a_failure_of_one_owner_is_everybodys(workers, tmp_path):
-    first, second = workers.run(a_failure, 2, tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "name"), [("linalg", "_LinAlgError"), ("memory", "OutOfMemoryError"), ("type", "TypeError")]
+)
+def test_a_failure_of_one_owner_is_everybodys(workers, tmp_path, kind, name):
+    """Fails, by the timeout of the others' collective, if an error of some other class leaves the action alone."""
+    first, second = workers.run(a_failure, 2, tmp_path, kind=kind)
     assert "another process could not recover its part of the update" in first
-    assert "no convergence" in second
+    assert second == f"{name}: what went wrong"
+
+
+def watched_by_one(rank):
+    found = {}
+    for name, is_watched in (("watched", rank == 1), ("alone", False)):
+        model, opt = build()
+        observer = Gradients()
+        if is_watched:
+            opt.add_observer(observer)
+        found[name] = steps(model, opt, batch(), 2)
+        if is_watched:
+            found["gradients"] = observer.found
+    return found
+
+
+def test_an_observer_of_one_process_sees_all_gradients(workers, tmp_path):
+    """Fails, by a timeout, if only the process with the observer enters the exchange of gradients."""
+    first, second = workers.run(watched_by_one, 2, tmp_path)
+    for fqn, weight in first["alone"].items():
+        assert all(torch.equal(weight, found["watched"][fqn]) for found in (first, second)), fqn
+    model, opt = build()
+    observer = Gradients()
+    opt.add_observer(observer)
+    steps(model, opt, batch(), 2)
+    for theirs, alone in zip(second["gradients"], observer.found, strict=True):
+        assert theirs.keys() == alone.keys()
+        assert all(torch.equal(theirs[fqn], gradient) for fqn, gradient in alone.items())
+
+
+class Messages(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def emit(self, record):
+        self.found.append(record.getMessage())
+
+
+def after_the_group(rank, files):
+    """Saves in every way before and after the end of the process group."""
+    messages = Messages()
+    logging.getLogger("logra").addHandler(messages)
+    model, opt = build()
+    opt.load_state_dict(opt.state_dict())
+    steps(model, opt, batch(), 1)
+    with opt.whole_state():
+        inside = opt.state_dict()["param_groups"][0].get(state.SHARE)
+    silent = list(messages.found)
+    for _ in range(2):
+        part = opt.state_dict()["param_groups"][0][state.SHARE]
+    found = {"inside": inside, "silent": silent, "warned": list(messages.found), "part": part, "refused": []}
+    dist.barrier()
+    dist.destroy_process_group()
+    found["after"] = opt.state_dict()["param_groups"][0][state.SHARE]
+    loss_of(model, batch()).backward()
+    for action in (opt.whole_state_dict, opt.step, lambda: logra.checkpoint.save_sharded(f"{files}/{rank}", opt)):
+        try:
+            action()
+        except ConfigError as error:
+            found["refused"].append(str(error))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)  # what the worker destroys at the end
+    return found
+
+
+def test_moments_outlive_their_group_as_a_part(workers, tmp_path):
+    """Fails if a part is taken for the whole once there is no group, or if it is saved by one process without a word."""
+    for rank, found in enumerate(workers.run(after_the_group, 2, tmp_path, files=str(tmp_path))):
+        assert found["inside"] == (None if rank == 0 else [1, 2])
+        assert found["silent"] == []
+        assert len(found["warned"]) == 1 and f"process {rank} of 2 alone" in found["warned"][0]
+        assert found["part"] == found["after"] == [rank, 2]
+        assert len(found["refused"]) == 3
+        assert all(f"those of process {rank} of 2; this is now process 0 of 1" in text for text in found["refused"])
 
 
 def sharded_moments(rank):

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import logra
 from logra.contracts import TrustDecision, TrustVerdict
-from logra.errors import ConfigError, NonFiniteProbeError, ProbeError
+from logra.errors import CaptureError, ConfigError, NonFiniteProbeError, ProbeError
 
 TARGETS = ("q_proj", "k_proj", "o_proj")
 
@@ -225,3 +225,51 @@ def test_the_merged_policy_is_measured_when_asked(make_lm, token_ids):
     diagnostics = opt.diagnostics()
     assert diagnostics["merged_kl"] == pytest.approx(diagnostics["realised_kl"], rel=0.01)
     assert diagnostics["realised_kl"] == pytest.approx(1e-3, rel=0.3)
+
+
+def test_a_repeated_step_is_clipped_as_the_first_attempt(make_lm, token_ids):
+    """Fails if a refused clip_grad_norm_ reaches the dense gradients, when the targets' ones are clipped already."""
+    results = []
+    for ends_in_an_error in (False, True):
+        model = make_lm()
+        opt = build(model, ScriptedPolicy(), non_target="adamw", max_grad_norm=0.01)
+        backward(model, token_ids)
+        if ends_in_an_error:
+            with pytest.raises(ProbeError):
+                opt.step()
+            with pytest.raises(CaptureError, match="after a step"):
+                opt.clip_grad_norm_(1e-6)
+        probe(opt, token_ids)
+        opt.step()
+        results.append((model.state_dict(), opt.state[model.embed.weight]["exp_avg"]))
+    (weights, moment), (repeated, moment_repeated) = results
+    assert torch.equal(moment, moment_repeated)
+    assert all(torch.equal(value, repeated[name]) for name, value in weights.items())
+
+
+class Watcher:
+    def attached(self, targets): ...
+
+    def detached(self): ...
+
+    def begin_window(self, step): ...
+
+    def observe(self, view):
+        return {"num_gradients": float(len({fqn: make() for fqn, make in view.gradients.items()}))}
+
+
+def test_gradients_that_were_dropped_cannot_be_watched(tiny_lm, token_ids):
+    """Fails, with a KeyError or with memory that nobody wrote, if a repeated step shows gradients that became proposals."""
+    opt = build(tiny_lm, ScriptedPolicy())
+    backward(tiny_lm, token_ids)
+    with pytest.raises(ProbeError):
+        opt.step()
+    opt.add_observer(Watcher())
+    probe(opt, token_ids)
+    with pytest.raises(CaptureError, match="before it was attached"):
+        opt.step()
+    assert opt.version == 0
+    opt.zero_grad()
+    backward(tiny_lm, token_ids)
+    opt.step()
+    assert opt.diagnostics()["num_gradients"] == len(opt.targets)

@@ -232,6 +232,15 @@ def test_refused_arguments(make_args, num_letters, overrides, message):
         GRPOTrainer(model="never-loaded", reward_funcs=num_letters, args=args, train_dataset=[1])
 
 
+def test_checkpoints_of_every_machine_are_refused_on_replicas(make_args, monkeypatch, num_letters):
+    """Catches checkpoints of machines whose processes have a part of the moments only."""
+    args = make_args()
+    args.save_on_each_node = True
+    monkeypatch.setattr(type(args), "world_size", 2)
+    with pytest.raises(ConfigError, match="save_on_each_node=True"):
+        GRPOTrainer(model="never-loaded", reward_funcs=num_letters, args=args, train_dataset=[1])
+
+
 def test_deepspeed_is_refused_before_the_model_loads(make_args, monkeypatch, num_letters):
     args = make_args()
     args.deepspeed = "zero3.json"

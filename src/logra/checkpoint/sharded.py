@@ -59,6 +59,7 @@ def save_sharded(folder: str | Path, optimizer: SketchOptimizer) -> None:
         optimizer: with its model.
 
     Raises:
+        ConfigError: the process group is not the one whose moments these are.
         CheckpointError: the folder is not empty, or the disk did not take it. A folder without the file COMPLETE is no
             checkpoint and can be deleted.
     """
@@ -68,6 +69,7 @@ def save_sharded(folder: str | Path, optimizer: SketchOptimizer) -> None:
     folder = Path(folder)
     what = f"checkpoint {str(folder)!r} cannot be written"
     on_all(lambda: _make(folder) if distributed.rank() == 0 else None, what)
+    on_all(optimizer.check_processes, what)
     shards.reshard(optimizer.model)
     drop_others(optimizer.targets, optimizer.state)
     tensors, own_scalars = _weights(optimizer.model), {}
@@ -142,7 +144,7 @@ def load_sharded(folder: str | Path, optimizer: SketchOptimizer) -> None:
     tensors, state, groups = on_all(plan, what)
     with _dcp(what):
         load(tensors, storage_reader=reader, no_dist=distributed.num_processes() == 1)
-    own = optimizer.state_dict()
+    own = torch.optim.Optimizer.state_dict(optimizer)  # the form alone: the content is read from the checkpoint
     for group, saved_group in zip(own["param_groups"], groups, strict=True):
         group.update(saved_group)
     own["state"] = {

@@ -4,7 +4,7 @@ Numbers (norms) are summed with the zeros of those that do not have them, so tha
 broadcast by their owner. What decides over the step, and the integers that are applied, is thus equal to the bit everywhere.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -42,14 +42,15 @@ def for_each(names: Sequence[str], action: Callable[[str], _T], what: str) -> di
         what: it does to a part of the update, for the error.
 
     Raises:
-        LograError: it did on this or another process; a decomposition that does not converge is one too.
+        Exception: the action did on this process, whatever it is: one that is out of memory must not leave others waiting.
+        LograError: it did on another process.
     """
     found: dict[str, _T] = {}
     error: Exception | None = None
     try:
         for name in names:
             found[name] = action(name)
-    except (LograError, torch.linalg.LinAlgError) as own_error:  # pyright: ignore[reportPrivateImportUsage]
+    except Exception as own_error:
         error = own_error
     if distributed.any_process([error is not None])[0]:
         raise error or LograError(f"another process could not {what} its part of the update; its error says why")
@@ -78,6 +79,7 @@ def proposals_of_all(
         frames: of all that move.
         owner_of: process by fully qualified name.
     """
+    _check_own(own, frames, owner_of)
     found = {fqn: own[fqn] if fqn in own else frame.blank_proposal() for fqn, frame in frames.items()}
     for fqn, proposal in found.items():
         for factor in (proposal.out_factor, proposal.in_factor):
@@ -99,11 +101,18 @@ def gradients_of_all(
         frames: of all that move.
         owner_of: process by fully qualified name.
     """
+    _check_own(own, frames, owner_of)
     found = {fqn: own[fqn] if fqn in own else frame.blank_gradient(norms[fqn]) for fqn, frame in frames.items()}
     for fqn, gradient in found.items():
         for factor in (gradient.sketch, gradient.q, gradient.r):
             _hand_out(factor, owner_of[fqn])
     return found
+
+
+def _check_own(own: Mapping[str, object], names: Iterable[str], owner_of: Mapping[str, int]) -> None:
+    """An owner that has lost its part would hand out memory that nobody has written."""
+    rank = distributed.rank()
+    assert all(fqn in own for fqn in names if owner_of[fqn] == rank), "an owner lacks a target of its own"
 
 
 def _hand_out(factor: Tensor | None, owner: int) -> None:

@@ -4,7 +4,7 @@ Every target has one owner. It alone gets the reduced sketches, recovers the gra
 and proposes; the others get numbers (norms), the factors that the trust region prices, and the rounded update. A process
 that is alone owns all.
 
-Contract: which process owns what is a function of the targets' names and sizes and of the number of processes alone.
+Contract: which process owns what is a function of the targets' order and sizes and of the number of processes alone.
 """
 
 import heapq

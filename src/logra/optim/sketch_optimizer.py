@@ -32,7 +32,8 @@ from logra.optim.distance import ProposedStep
 from logra.optim.layer import Proposal
 from logra.optim.non_targets import DenseProposal, NonTargets
 from logra.optim.observers import is_due, observe
-from logra.optim.saved_state import SavedState
+from logra.optim.saved_state import SavedState, on_all
+from logra.optim.state import live_share
 from logra.optim.window import Window
 from logra.phases import phase
 from logra.sketch.capture import Capture
@@ -120,7 +121,7 @@ class SketchOptimizer(SavedState):
 
     def add_observer(self, observer: StepObserver) -> None:
         """Let `observer` (see `logra.diagnostics`) look at every step before it is merged; what it measures joins
-        `diagnostics()`.
+        `diagnostics()`. It may be attached on some processes only; all of them then hand out the gradients that it sees.
 
         Raises:
             ConfigError: the observer does not suit these targets.
@@ -174,8 +175,8 @@ class SketchOptimizer(SavedState):
         """
         if not max_norm > 0:
             raise ConfigError(f"max_norm={max_norm!r}: must be above 0")
-        self._clip = float(max_norm)
         self._window.check_unproposed()
+        self._clip = float(max_norm)
         return gradients.total_norm(self._recover(), self._non_targets.gradients())
 
     def skip_step(self, reason: str) -> None:
@@ -189,8 +190,14 @@ class SketchOptimizer(SavedState):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Turn the sketches since the last step into one update of the weights.
 
+        An error leaves weights, moments and version as they are. Once its cause is gone the step can be repeated, with the
+        same gradient and clipping, unless it came up while the gradient was recovered: the sketches are used up then, and
+        zero_grad() and another backward are needed.
+
         Raises:
             CaptureError: no gradient was captured since the last step, or one reached a target past its sketch.
+            ConfigError: a setting was changed to something unusable, or the process group is not that of the moments.
+            LograError: another process met an error.
             ProbeError: the trust region has no usable probe.
         """
         loss = None
@@ -200,7 +207,6 @@ class SketchOptimizer(SavedState):
         self._check_usable()
         shards.reshard(self.model)
         self._diagnostics = {}
-        # An error leaves everything as it is, the gradient too: the step can be repeated once its cause is gone.
         self.last_update, self.last_skip = (None, self._skip_reason) if self._skip_reason else self._update()
         self.param_groups[0]["num_skipped"] += self.last_skip is not None
         self._diagnostics["skipped"] = float(self.num_skipped)
@@ -222,6 +228,7 @@ class SketchOptimizer(SavedState):
     # ---- the step ----
 
     def _update(self) -> tuple[PolicyUpdate | None, str | None]:
+        watched = on_all(self.check_processes, "step", is_due(self._observers))
         norms, dense = self._recover(), self._non_targets.gradients()
         norm = gradients.total_norm(norms, dense)
         norm_value = self._diagnostics["grad_norm"] = norm.item()
@@ -232,8 +239,9 @@ class SketchOptimizer(SavedState):
             return None, "zero_gradient"
         clip = self._clip or self.config.max_grad_norm
         shrink = clip / norm if clip is not None and norm_value > clip else None
-        window, moving, watched = self._window, self._window.moving, is_due(self._observers)
+        window, moving = self._window, self._window.moving
         proposals = window.propose(self.config, self.state, shrink, keep=watched)
+        shrink = window.shrink  # of the first attempt, where a step is repeated
         weight_norm = length.weight_norm(self.targets)
         squares = {fqn: proposal.delta().norm_squared() for fqn, proposal in proposals.items()}
         proposed_norm = exchange.numbers_of_all(squares, list(norms), norm.device).sum().sqrt()
@@ -258,6 +266,7 @@ class SketchOptimizer(SavedState):
             return None, "trust_rejected"
         change = length.update_norm(update.delta() for update in updates.values())
         self._diagnostics["update_ratio"] = (change / weight_norm).item()
+        recovered = window.gradients() if watched else {}
         if self._observers:
             alpha = self._diagnostics.get("alpha", 1.0)
             displacements = {} if dense_step is None else dense_step.displacements
@@ -266,10 +275,11 @@ class SketchOptimizer(SavedState):
                 self.model,
                 step=self._num_steps,
                 moving=moving,
-                gradients=window.gradients() if watched else {},
+                gradients=recovered,
                 updates=updates,
                 dense={parameter: alpha * displacement for parameter, displacement in displacements.items()},
             )
+        del recovered
         # Dense gradients are clipped no earlier than here: a step that ended in an error would be clipped twice.
         if shrink is not None and dense_step is None:
             for grad in dense.values():
@@ -325,6 +335,7 @@ class SketchOptimizer(SavedState):
             )
             merging.merge(target, self.state.get(target.parameter, {}), updates[target.fqn], rule)
         ownership.drop_others(self.targets, self.state)
+        self._share = live_share()
         for target in moving:
             if target.fqn in proposals:
                 self.state[target.parameter].update(proposals[target.fqn].state)

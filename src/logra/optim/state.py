@@ -15,6 +15,8 @@ _BINDING = ("seed", "rank", "sketch", "side", "input_scaling", "direction", "ref
 
 SHARE = "moments_of_process"
 """In the first group of a state dict in a run of several: [process, their number]; absent where all moments are in it."""
+Share = tuple[int, int]
+"""(process, their number): whose moments these are."""
 _MOMENTS = ("step", "moment_exponents", "momentum", "exp_avg_sq")
 """How the names begin of what a target remembers of past gradients."""
 
@@ -35,6 +37,11 @@ def drop_moments(state: MutableMapping[str, Any]) -> None:
         del state[name]
 
 
+def live_share() -> Share:
+    """That of this process in the present process group; (0, 1) without one."""
+    return distributed.rank(), distributed.num_processes()
+
+
 def binding_settings(config: Config) -> dict[str, Any]:
     """The settings that must be the same where the state is loaded, as plain scalars."""
     return {name: getattr(config, name) for name in _BINDING} | {"has_momentum": config.momentum > 0}
@@ -49,8 +56,8 @@ def check_share(group: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: another process, or one of another number, saved it after its first update.
     """
-    share, own = group.get(SHARE), [distributed.rank(), distributed.num_processes()]
-    if share is not None and list(share) != own and group["version"] > 0:
+    share, own = group.get(SHARE), live_share()
+    if share is not None and tuple(share) != own and group["version"] > 0:
         raise ConfigError(
             f"load_state_dict: the state is that of process {share[0]} of {share[1]}, which has the moments of its own "
             f"targets alone; this is process {own[0]} of {own[1]}. Save whole_state_dict() on all processes, or use "

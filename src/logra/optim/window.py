@@ -35,11 +35,14 @@ class Window:
         """Process by fully qualified name, once recovered."""
         self._norms: dict[str, Tensor] = {}
         self._own: dict[str, LayerGradient] = {}
+        self._has_gradients = True
         self._proposals: dict[str, Proposal] | None = None
+        self.shrink: Tensor | None = None
+        """What clipping multiplied the gradients by that became proposals, fp32 scalar; None if they were left."""
 
     def clear(self) -> None:
         """Forget everything: another window begins."""
-        self._norms, self._own, self._proposals = {}, {}, None
+        self._norms, self._own, self._has_gradients, self._proposals, self.shrink = {}, {}, True, None, None
 
     @property
     def is_recovered(self) -> bool:
@@ -75,13 +78,13 @@ class Window:
     def propose(
         self, config: Config, state: Mapping[Any, MutableMapping[str, Any]], shrink: Tensor | None, *, keep: bool
     ) -> dict[str, Proposal]:
-        """The proposals of the targets that this process owns.
+        """The proposals of the targets that this process owns; made once, with the arguments of the first call.
 
         Args:
             config: settings.
             state: parameter -> its optimizer state; not changed.
-            shrink: what clipping multiplies the gradients by; None leaves them.
-            keep: whether the gradients are wanted afterwards.
+            shrink: what clipping multiplies the gradients by; None leaves them. It stays in `self.shrink`.
+            keep: whether the gradients are wanted afterwards; the same on all processes.
         """
         if self._proposals is None:
             own = {target.fqn: target for target in self.moving if target.fqn in self._own}
@@ -92,13 +95,22 @@ class Window:
                 clipped = gradient if shrink is None else gradient.scaled(shrink)
                 return propose(config, clipped, dict(state.get(target.parameter, {})), shape)
 
-            self._proposals = exchange.for_each(list(own), one, "propose")
+            self._proposals, self.shrink = exchange.for_each(list(own), one, "propose"), shrink
             if not keep:
-                self._own = {}
+                self._own, self._has_gradients = {}, False
         return self._proposals
 
     def gradients(self) -> dict[str, LayerGradient]:
-        """The recovered gradients of all targets that move; the proposals were made with `keep`."""
+        """The recovered gradients of all targets that move. All processes call it together.
+
+        Raises:
+            CaptureError: the proposals were made without `keep`; on all processes.
+        """
+        if not self._has_gradients:
+            raise CaptureError(
+                "an observer asks for the gradients of a step() that ended in an error before it was attached: they have "
+                "been turned into a proposed step. Call zero_grad() and backward() again."
+            )
         if distributed.num_processes() == 1:
             return self._own
         return exchange.gradients_of_all(self._own, self._norms, self.frames, self.owner_of)

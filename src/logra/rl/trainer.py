@@ -334,6 +334,11 @@ def _refuse_arguments(args: GRPOConfig | None, given: dict[str, Any], logra: Con
             "Use FSDP2 or DDP (examples/accelerate/)."
         )
     fsdp.refuse_settings(args)
+    if args is not None and args.save_on_each_node and args.world_size > 1 and not fsdp.is_asked_for(args):
+        raise ConfigError(
+            "save_on_each_node=True: process 0 alone has the optimizer's whole state, and checkpoints of other machines "
+            "could not be resumed. Set save_on_each_node=False, with an output_dir that all machines see, or use FSDP2."
+        )
     if args is not None and args.fp16:
         raise ConfigError(
             "fp16=True: the gradient scaler needs `.grad`, which a sketched weight does not have. "

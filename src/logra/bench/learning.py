@@ -4,6 +4,7 @@ A cell is one whole run of one method with one seed. Seconds depend on the machi
 within one file only.
 """
 
+import io
 import json
 import os
 import statistics
@@ -25,11 +26,14 @@ ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "adamw": ("dense AdamW, lr 3e-5", ("--method", "adamw")),
     "lora": ("LoRA, all linear, rank 16, lr 3e-4", ("--method", "lora")),
     "galore": ("GaLore, rank 64, lr 3e-4", ("--method", "galore")),
-    "apollo": ("APOLLO, rank 64, lr 3e-4", ("--method", "apollo")),
+    "apollo": ("APOLLO, rank 64, lr 1e-4", ("--method", "apollo")),
     "paper": ("`paper` (one-sided row_adam, rank 256, budget 2e-4)", ("--method", "paper")),
     "paper-budget": ("`paper` at the KL budget of `logra`", ("--method", "paper", *BUDGET)),
 }
 """Name of an arm: its title in tables, and its flags."""
+_COLOURS = {"logra": "#0072B2", "adamw": "#D55E00", "lora": "#009E73", "galore": "#CC79A7", "apollo": "#E69F00",
+            "paper": "#56B4E9"}  # fmt: skip
+"""Arms of the figure."""
 CURVES = ("reward/mean", "policy/entropy", "trust/predicted_kl", "trust/realised_kl", "trust/alpha", "trust/budget",
           "optim/update_ratio", "sync/bytes", "time/rollout_s", "time/update_s", "time/probe_s")  # fmt: skip
 
@@ -70,6 +74,41 @@ def run_cell(cell: Cell, options: Options) -> dict[str, Any]:
 def table(results: Results) -> str:
     """Results over seeds, and the learning curves."""
     return "\n\n".join((_summary(results), _curves(results), _ratios(results)))
+
+
+def figure(results: Results) -> str:
+    """Mean reward of every three steps with the range over seeds, beside the peak memory of the processes, as SVG."""
+    from matplotlib.figure import Figure
+
+    drawn = {arm: _COLOURS[arm] for arm in _arms(results) if arm in _COLOURS}
+    figure = Figure(figsize=(9.0, 3.6), layout="constrained")
+    curves, bars = figure.subplots(1, 2, width_ratios=(2, 1))
+    for arm, colour in drawn.items():
+        title = ARMS[arm][0].partition(",")[0].partition(" (")[0].replace("`", "")
+        runs = results.select(arm=arm)
+        rewards = [result["curves"]["reward/mean"] for result in runs]
+        num_thirds = len(rewards[0]) // 3
+        by_third = [
+            [statistics.fmean(run[3 * index : 3 * index + 3]) for run in rewards] for index in range(num_thirds)
+        ]
+        steps = [3 * index + 2 for index in range(num_thirds)]
+        curves.plot(steps, [statistics.fmean(values) for values in by_third], label=title, color=colour, marker="o")
+        curves.fill_between(
+            steps, list(map(min, by_third)), list(map(max, by_third)), color=colour, alpha=0.12, linewidth=0
+        )
+        peak_gib = max(result["results"]["peak_memory_bytes"] for result in runs) / 2**30
+        bars.barh(title, peak_gib, color=colour)
+        bars.annotate(f"{peak_gib:.2f}", (peak_gib, title), xytext=(3, 0), textcoords="offset points", va="center")
+    curves.set(xlabel="step", ylabel="reward (share of right sums)", ylim=(0, 1))
+    curves.legend(loc="upper left", fontsize="small", frameon=False)
+    bars.set(xlabel="peak memory of the process, GiB")
+    bars.margins(x=0.15)
+    bars.invert_yaxis()
+    for axes in (curves, bars):
+        axes.spines[["top", "right"]].set_visible(False)
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()
 
 
 def _summary(results: Results) -> str:

@@ -78,7 +78,7 @@ class ApolloConfig:
 
     rank: int = 64
     """Rank of the random subspaces."""
-    lr: float = 3e-4
+    lr: float = 1e-4
     """Learning rate."""
     scale: float = 1.0
     """Factor of the scaled update."""

@@ -23,3 +23,10 @@ def test_peak_and_composition_are_those_of_the_baseline(method):
     for kind in ("at_peak", "resident"):
         limit = 0.01 * sum(expected[kind].values())
         assert found[kind] == pytest.approx(expected[kind], abs=limit)
+
+
+@pytest.mark.plan
+def test_rank_64_with_24_bit_weights_stays_within_9_gib():
+    settings = {"num_gpus": 4, "seq_len": 2048, "micro_batch": 1, "rank": 64, "weight_storage": "split24"}
+    found = plan("qwen2.5-7b", methods="logra", **settings)["methods"]["logra"]
+    assert found["peak_bytes"] <= 9 * 2**30

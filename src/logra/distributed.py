@@ -1,6 +1,6 @@
 """Reductions over data-parallel processes. Every function is the identity in a run of one process."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 BUCKET_BYTES = 64 * 2**20
-"""Of fp32 tensors that are reduced together."""
+"""Of fp32 tensors that are reduced or broadcast together."""
 _T = TypeVar("_T")
 
 
@@ -37,16 +37,23 @@ def average_(tensors: Sequence[Tensor], num_users: Sequence[int] | None = None, 
     if num_processes() == 1:
         return
     counts = [1] * len(tensors) if num_users is None else list(num_users)
-    bucket: list[tuple[Tensor, int]] = []
+    users = iter(counts)
+    for bucket in _buckets(tensors):
+        _average_bucket([(tensor, next(users)) for tensor in bucket], owner)
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors in their order, in lists of up to `BUCKET_BYTES` in fp32, or of one tensor."""
+    bucket: list[Tensor] = []
     size = 0
-    for tensor, count in zip(tensors, counts, strict=True):
+    for tensor in tensors:
         if bucket and 4 * (size + tensor.numel()) > BUCKET_BYTES:
-            _average_bucket(bucket, owner)
+            yield bucket
             bucket, size = [], 0
-        bucket.append((tensor, count))
+        bucket.append(tensor)
         size += tensor.numel()
     if bucket:
-        _average_bucket(bucket, owner)
+        yield bucket
 
 
 def _average_bucket(bucket: list[tuple[Tensor, int]], owner: int | None) -> None:
@@ -74,6 +81,26 @@ def broadcast_(tensor: Tensor, source: int) -> Tensor:
     if num_processes() > 1:
         dist.broadcast(tensor, src=source)
     return tensor
+
+
+def broadcast_all_(tensors: Sequence[Tensor], source: int) -> None:
+    """Replace fp32 tensors by those of the process `source`, in place, in buckets of up to `BUCKET_BYTES`.
+
+    Args:
+        tensors: of any layout, of the same shapes in the same order on all processes; those of `source` are only read.
+        source: the process that has them.
+    """
+    if num_processes() == 1:
+        return
+    for bucket in _buckets(tensors):
+        sizes = [tensor.numel() for tensor in bucket]
+        if rank() == source:
+            dist.broadcast(torch.cat([tensor.reshape(-1) for tensor in bucket]), src=source)
+            continue
+        flat = bucket[0].new_empty(sum(sizes))
+        dist.broadcast(flat, src=source)
+        for tensor, part in zip(bucket, flat.split(sizes), strict=True):
+            tensor.copy_(part.view_as(tensor))
 
 
 def rank() -> int:

@@ -81,9 +81,7 @@ def proposals_of_all(
     """
     _check_own(own, frames, owner_of)
     found = {fqn: own[fqn] if fqn in own else frame.blank_proposal() for fqn, frame in frames.items()}
-    for fqn, proposal in found.items():
-        for factor in (proposal.out_factor, proposal.in_factor):
-            _hand_out(factor, owner_of[fqn])
+    _hand_out({fqn: (proposal.out_factor, proposal.in_factor) for fqn, proposal in found.items()}, owner_of)
     return found
 
 
@@ -103,9 +101,7 @@ def gradients_of_all(
     """
     _check_own(own, frames, owner_of)
     found = {fqn: own[fqn] if fqn in own else frame.blank_gradient(norms[fqn]) for fqn, frame in frames.items()}
-    for fqn, gradient in found.items():
-        for factor in (gradient.sketch, gradient.q, gradient.r):
-            _hand_out(factor, owner_of[fqn])
+    _hand_out({fqn: (gradient.sketch, gradient.q, gradient.r) for fqn, gradient in found.items()}, owner_of)
     return found
 
 
@@ -115,10 +111,11 @@ def _check_own(own: Mapping[str, object], names: Iterable[str], owner_of: Mappin
     assert all(fqn in own for fqn in names if owner_of[fqn] == rank), "an owner lacks a target of its own"
 
 
-def _hand_out(factor: Tensor | None, owner: int) -> None:
-    """Broadcast a factor in place. That of the owner keeps its bits, also where it must be laid out anew to be sent."""
-    if factor is not None and distributed.num_processes() > 1:
-        distributed.broadcast_(factor.contiguous(), owner)
+def _hand_out(factors: Mapping[str, Sequence[Tensor | None]], owner_of: Mapping[str, int]) -> None:
+    """Fill in the factors of others, one owner after the other."""
+    for source in range(distributed.num_processes()):
+        theirs = [factor for fqn in factors if owner_of[fqn] == source for factor in factors[fqn] if factor is not None]
+        distributed.broadcast_all_(theirs, source)
 
 
 def updates_of_all(

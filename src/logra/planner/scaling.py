@@ -173,8 +173,8 @@ def reduction(
 
     FSDP2 reduce-scatters dense gradients and those of adapters after every micro-batch, one group a layer, here in bf16.
     Sketches are reduced once, in fp32 buckets, each to the owner of its target; each owner then broadcasts the fp32 factors
-    of its proposals, for a trust region to price, and the integers. Bytes are those of rings, over which the owners' shares
-    come to a reduce-scatter and all-gathers, and a collective takes log2 N hops besides, as in trees.
+    of its proposals, in buckets too, for a trust region to price, and the integers. Bytes are those of rings, over which the
+    owners' shares come to a reduce-scatter and all-gathers, and a collective takes log2 N hops besides, as in trees.
 
     Args:
         shapes: of the model.
@@ -188,8 +188,8 @@ def reduction(
     if method == "logra":
         sketches, factors = 4 * rank * shapes.factor_entries(in_=2), 4 * rank * shapes.factor_entries()
         num_owners = min(num_gpus, len(shapes.targets))
-        # Buckets are cut at each owner's last sketch, and every factor is a broadcast of its own.
-        num_rounds = math.ceil(sketches / BUCKET_BYTES) + 2 * num_owners + 2 * len(shapes.targets)
+        # Buckets of sketches and of factors are cut at each owner's last one; its integers are sent at once.
+        num_rounds = math.ceil(sketches / BUCKET_BYTES) + math.ceil(factors / BUCKET_BYTES) + 3 * num_owners
         sent = share * (sketches + factors + _integer_bytes(shapes, rank))
     else:
         trained = shapes.num_parameters if method == "adamw" else rank * shapes.factor_entries()

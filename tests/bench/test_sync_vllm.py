@@ -88,5 +88,5 @@ def test_options_that_are_not_allowed(options):
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 def test_without_vllm_the_error_says_where_there_is_one(tmp_path):
-    with pytest.raises(ConfigError, match=r"\.venv-vllm/bin/logra bench sync_vllm"), engine("in_process", tmp_path):
+    with pytest.raises(ConfigError, match=r"this benchmark with \.venv-vllm/bin/logra"), engine("in_process", tmp_path):
         pass

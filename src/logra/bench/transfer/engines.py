@@ -145,7 +145,9 @@ def _server(model: Path) -> Iterator[Engine]:
 
 def _require_vllm() -> None:
     if importlib.util.find_spec("vllm") is None:
-        raise ConfigError("vLLM is not installed here. Run `make test-vllm`, then .venv-vllm/bin/logra bench sync_vllm")
+        raise ConfigError(
+            "vLLM is not installed here. Run `make test-vllm`, then this benchmark with .venv-vllm/bin/logra"
+        )
 
 
 def _reload(url: str, folder: Path) -> None:

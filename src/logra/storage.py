@@ -54,12 +54,7 @@ def split32(value: Tensor, *, nudge: bool = True) -> tuple[Tensor, Tensor]:
     """
     if value.dtype != torch.float32:
         raise LograError(f"split32: value is {value.dtype}; allowed is torch.float32")
-    hi = torch.empty_like(value, dtype=torch.bfloat16)
-    lo = torch.empty_like(value, dtype=torch.int16)
-    value = value.clone()
-    _check_finite(value, torch.int16)
-    _split_(value, hi, lo, nudge=nudge)
-    return hi, lo
+    return _planes(value, torch.int16, nudge=nudge)
 
 
 @torch.no_grad()
@@ -80,12 +75,7 @@ def split24(value: Tensor) -> tuple[Tensor, Tensor]:
             f"split24: value is {value.dtype}; allowed is torch.float32 with low bytes of zero and no ties between bf16 "
             f"numbers (low halves of 0x8000)"
         )
-    hi = torch.empty_like(value, dtype=torch.bfloat16)
-    lo = torch.empty_like(value, dtype=torch.int8)
-    value = value.clone()
-    _check_finite(value, torch.int8)
-    _split_(value, hi, lo, nudge=False)
-    return hi, lo
+    return _planes(value, torch.int8, nudge=False)
 
 
 @torch.no_grad()
@@ -184,6 +174,14 @@ def _check_finite(value: Tensor, low: torch.dtype) -> None:
         raise LograError(
             f"the weight holds NaN or values that are not finite in bf16, its high plane; allowed is < {limit:g}"
         )
+
+
+def _planes(value: Tensor, low: torch.dtype, *, nudge: bool) -> tuple[Tensor, Tensor]:
+    """New planes of a value, which stays as it is."""
+    hi, lo = torch.empty_like(value, dtype=torch.bfloat16), torch.empty_like(value, dtype=low)
+    _check_finite(value, low)
+    _split_(value.clone(), hi, lo, nudge=nudge)
+    return hi, lo
 
 
 def _split_(value: Tensor, hi: Tensor, lo: Tensor, *, nudge: bool) -> None:

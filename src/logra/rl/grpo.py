@@ -25,7 +25,7 @@ from logra import distributed
 from logra.errors import DataError
 from logra.rl.logprobs import completion_log_probs
 from logra.rl.metrics import StepClock, peak_memory_bytes, reward_metrics
-from logra.rl.payload import CompactBatch, compacted, return_free_memory
+from logra.rl.payload import CompactBatch, return_free_memory
 from logra.rl.resumable import ResumableTrainer
 from logra.rl.rewards import checked, require_finite, signal_free_rows
 from logra.rl.shared_prompts import can_share_prompts, continues_prefill, order_by_prompt, shared_prefill
@@ -75,8 +75,10 @@ class CheckedGRPOTrainer(ResumableTrainer):
             accumulated_as_one = (
                 self.num_iterations == 1 and self.args.steps_per_generation == self.args.gradient_accumulation_steps
             )
-            buffered: Any = self._buffered_inputs
-            buffered = compacted(order_by_prompt(buffered) if self._shares_prompts and accumulated_as_one else buffered)
+            batches: Any = self._buffered_inputs
+            if self._shares_prompts and accumulated_as_one:
+                batches = order_by_prompt(batches)
+            buffered: Any = [CompactBatch.of(batch) for batch in batches]
             self._buffered_inputs = buffered
             inputs = buffered[self._step % len(buffered)]
         return inputs.whole() if isinstance(inputs, CompactBatch) else inputs

@@ -7,7 +7,7 @@ micro-batch at a time. Log-probabilities and advantages stay what they are: roun
 
 import ctypes
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,27 +21,25 @@ class CompactBatch:
 
     Attributes:
         values: as TRL names them; integers narrowed where no value is lost.
-        dtypes: what narrowed tensors were before.
+        narrowed: names of the tensors that were int64.
     """
 
     values: Mapping[str, Any]
-    dtypes: Mapping[str, torch.dtype]
+    narrowed: frozenset[str]
 
     @staticmethod
     def of(batch: Mapping[str, Any]) -> "CompactBatch":
         """The batch with every int64 tensor as bool or int32 if its values are in 0..1 or in the range of int32."""
-        values, dtypes = dict(batch), {}
-        for name, value in batch.items():
-            if isinstance(value, Tensor) and value.dtype == torch.int64 and value.numel() > 1:
-                values[name] = _narrowed(value)
-                dtypes[name] = value.dtype
-        return CompactBatch(values, dtypes)
+        narrowed = {
+            name: _narrowed(value)
+            for name, value in batch.items()
+            if isinstance(value, Tensor) and value.dtype == torch.int64 and value.numel() > 1
+        }
+        return CompactBatch({**batch, **narrowed}, frozenset(narrowed))
 
     def whole(self) -> dict[str, Any]:
         """What TRL gave, with its dtypes."""
-        return {
-            name: value.to(self.dtypes[name]) if name in self.dtypes else value for name, value in self.values.items()
-        }
+        return {name: value.long() if name in self.narrowed else value for name, value in self.values.items()}
 
 
 def _narrowed(value: Tensor) -> Tensor:
@@ -50,11 +48,6 @@ def _narrowed(value: Tensor) -> Tensor:
         return value.to(torch.bool)
     fits = low >= -(2**31) and high < 2**31
     return value.to(torch.int32) if fits else value
-
-
-def compacted(batches: Sequence[Mapping[str, Any]]) -> list[CompactBatch]:
-    """Micro-batches, held small."""
-    return [CompactBatch.of(batch) for batch in batches]
 
 
 def return_free_memory() -> None:

@@ -25,18 +25,19 @@ def plain_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def load_plain_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load what `plain_state` returned."""
-    if (package := _package(optimizer)) in _PROJECTORS:
-        module, name = _PROJECTORS[package]
-        kind: Any = getattr(importlib.import_module(f"{package}.{module}"), name)
+    if (package := _package(optimizer)) not in _PROJECTORS:
+        optimizer.load_state_dict(state)
+        return
+    module, name = _PROJECTORS[package]
+    kind: Any = getattr(importlib.import_module(f"{package}.{module}"), name)
 
-        def rebuilt(attributes: dict[str, Any]) -> Any:
-            projector = kind.__new__(kind)
-            vars(projector).update(attributes)
-            return projector
+    def rebuilt(attributes: dict[str, Any]) -> Any:
+        projector = kind.__new__(kind)
+        vars(projector).update(attributes)
+        return projector
 
-        entries = {index: _with_projector(entry, rebuilt) for index, entry in state["state"].items()}
-        state = state | {"state": entries}
-    optimizer.load_state_dict(state)
+    entries = {index: _with_projector(entry, rebuilt) for index, entry in state["state"].items()}
+    optimizer.load_state_dict(state | {"state": entries})
     for parameter, entry in optimizer.state.items():
         # torch moves tensors to the device of their parameter, but not those inside an object.
         attributes = vars(entry["projector"]) if "projector" in entry else {}

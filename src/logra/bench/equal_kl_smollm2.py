@@ -6,9 +6,8 @@ A cell is one direction with one seed, a few minutes on one core.
 from dataclasses import dataclass
 from typing import Any
 
-from logra.bench.harness import Cell, Results, markdown_table
+from logra.bench.harness import Cell, Results, markdown_table, require_known
 from logra.bench.lab.report import HEADER, arm_columns
-from logra.errors import ConfigError
 
 ARMS = ("spectral-32-m", "dense-adamw", "row-adam-64", "row-adam-scaled-64", "spectral-32")
 
@@ -27,9 +26,7 @@ class Options:
     """KL that every step realises, nats per generated token."""
 
     def __post_init__(self) -> None:
-        for arm in self.arms:
-            if arm not in ARMS:
-                raise ConfigError(f"arms={arm!r}: any of {', '.join(ARMS)}")
+        require_known("arms", self.arms, ARMS)
 
 
 def cells(options: Options) -> list[Cell]:

@@ -3,12 +3,11 @@
 A cell pretrains one policy and trains it four times from the same weights, on the same prompts.
 """
 
-import io
-import statistics
 from dataclasses import dataclass
 from typing import Any
 
 from logra.bench.harness import Cell, Results, markdown_table, spread
+from logra.bench.harness.figures import plot_runs, svg
 from logra.bench.lab.report import mean_of
 
 LR = 1e-3
@@ -82,16 +81,9 @@ def figure(results: Results) -> str:
     axes = figure.subplots()
     for (name, (title, _, _)), colour in zip(CASES.items(), ("#0072B2", "#009E73", "#D55E00", "#CC79A7"), strict=True):
         runs = [record[name]["reward"] for record in records]
-        steps = range(len(runs[0]))
-        by_step = list(zip(*runs, strict=True))
-        axes.plot(steps, [statistics.fmean(values) for values in by_step], label=title, color=colour)
-        axes.fill_between(
-            steps, list(map(min, by_step)), list(map(max, by_step)), color=colour, alpha=0.15, linewidth=0
-        )
+        plot_runs(axes, range(len(runs[0])), runs, label=title, colour=colour)
     axes.set_xlabel("update")
     axes.set_ylabel("reward (share of right sums)")
     axes.set_ylim(0, 1)
     axes.legend(loc="upper left", fontsize="small")
-    text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue()
+    return svg(figure)

@@ -4,7 +4,6 @@ A cell is one whole run of one method with one seed. Seconds depend on the machi
 within one file only.
 """
 
-import io
 import json
 import os
 import statistics
@@ -15,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from logra.bench.harness import Cell, Results, markdown_table, spread
-from logra.errors import ConfigError
+from logra.bench.harness import Cell, Results, markdown_table, require_known, spread
+from logra.bench.harness.figures import plot_runs, svg
 
 BUDGET = ("--trust.kl-budget", "0.03", "--trust.kl-budget-final", "0.01", "--trust.schedule-steps", "15")
 ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -48,9 +47,7 @@ class Options:
     """Methods; galore and apollo need their packages (`make baselines`)."""
 
     def __post_init__(self) -> None:
-        for arm in self.arms:
-            if arm not in ARMS:
-                raise ConfigError(f"arms={arm!r}: any of {', '.join(ARMS)}")
+        require_known("arms", self.arms, ARMS)
 
 
 def cells(options: Options) -> list[Cell]:
@@ -86,16 +83,9 @@ def figure(results: Results) -> str:
     for arm, colour in drawn.items():
         title = ARMS[arm][0].partition(",")[0].partition(" (")[0].replace("`", "")
         runs = results.select(arm=arm)
-        rewards = [result["curves"]["reward/mean"] for result in runs]
-        num_thirds = len(rewards[0]) // 3
-        by_third = [
-            [statistics.fmean(run[3 * index : 3 * index + 3]) for run in rewards] for index in range(num_thirds)
-        ]
-        steps = [3 * index + 2 for index in range(num_thirds)]
-        curves.plot(steps, [statistics.fmean(values) for values in by_third], label=title, color=colour, marker="o")
-        curves.fill_between(
-            steps, list(map(min, by_third)), list(map(max, by_third)), color=colour, alpha=0.12, linewidth=0
-        )
+        rewards = [_by_three_steps(result) for result in runs]
+        steps = [3 * index + 2 for index in range(len(rewards[0]))]
+        plot_runs(curves, steps, rewards, label=title, colour=colour, marker="o")
         peak_gib = max(result["results"]["peak_memory_bytes"] for result in runs) / 2**30
         bars.barh(title, peak_gib, color=colour)
         bars.annotate(f"{peak_gib:.2f}", (peak_gib, title), xytext=(3, 0), textcoords="offset points", va="center")
@@ -106,9 +96,7 @@ def figure(results: Results) -> str:
     bars.invert_yaxis()
     for axes in (curves, bars):
         axes.spines[["top", "right"]].set_visible(False)
-    text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue()
+    return svg(figure)
 
 
 def _summary(results: Results) -> str:
@@ -133,15 +121,19 @@ def _summary(results: Results) -> str:
 
 def _curves(results: Results) -> str:
     """Mean reward over seeds of every three steps."""
-    rewards = {arm: [r["curves"]["reward/mean"] for r in results.select(arm=arm)] for arm in _arms(results)}
-    num_steps = max(len(run) for runs in rewards.values() for run in runs)
-    starts = range(0, num_steps, 3)
+    num_steps = max(len(result["curves"]["reward/mean"]) for result in results.select())
     rows = []
-    for arm, runs in rewards.items():
-        means = [statistics.fmean(reward for run in runs for reward in run[start : start + 3]) for start in starts]
-        rows.append([ARMS[arm][0], *(f"{mean:.2f}" for mean in means)])
-    steps = [f"{start + 1}-{min(start + 3, num_steps)}" for start in starts]
+    for arm in _arms(results):
+        runs = [_by_three_steps(result) for result in results.select(arm=arm)]
+        rows.append([ARMS[arm][0], *(f"{statistics.fmean(means):.2f}" for means in zip(*runs, strict=True))])
+    steps = [f"{start + 1}-{min(start + 3, num_steps)}" for start in range(0, num_steps, 3)]
     return markdown_table(["reward in steps", *steps], rows)
+
+
+def _by_three_steps(result: dict[str, Any]) -> list[float]:
+    """Mean rewards of steps 1 to 3, 4 to 6, and so on."""
+    rewards = result["curves"]["reward/mean"]
+    return [statistics.fmean(rewards[start : start + 3]) for start in range(0, len(rewards), 3)]
 
 
 def _ratios(results: Results) -> str:

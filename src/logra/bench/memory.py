@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from logra.bench.harness import Cell, Results, markdown_table
-from logra.errors import ConfigError
+from logra.bench.harness import Cell, Results, markdown_table, require_known
 from logra.memory.table import method_table, readable
 from logra.planner.options import METHODS
 
@@ -35,10 +34,8 @@ class Options:
     """Steps of a run: the second is the first with an optimizer state."""
 
     def __post_init__(self) -> None:
-        for field, values, allowed in (("methods", self.methods, METHODS), ("kinds", self.kinds, KINDS)):
-            unknown = [value for value in values if value not in allowed]
-            if unknown:
-                raise ConfigError(f"{field}={unknown[0]!r}: any of {', '.join(allowed)}")
+        require_known("methods", self.methods, METHODS)
+        require_known("kinds", self.kinds, KINDS)
 
 
 def cells(options: Options) -> list[Cell]:

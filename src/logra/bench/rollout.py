@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logra.bench.harness import Cell, Results, markdown_table
+from logra.bench.harness import Cell, Results, markdown_table, require_known
 from logra.errors import ConfigError
 from logra.rl.default_model import default_model_path
 
@@ -40,10 +40,8 @@ class Options:
     """Rollouts of each kind; the median counts."""
 
     def __post_init__(self) -> None:
-        for field, values, allowed in (("shapes", self.shapes, SHAPES), ("ways", self.ways, WAYS)):
-            unknown = [value for value in values if value not in allowed]
-            if unknown:
-                raise ConfigError(f"{field}={unknown[0]!r}: any of {', '.join(allowed)}")
+        require_known("shapes", self.shapes, SHAPES)
+        require_known("ways", self.ways, WAYS)
         if self.num_repeats < 1:
             raise ConfigError(f"num_repeats={self.num_repeats}: at least 1")
 

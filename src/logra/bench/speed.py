@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import logra
 from logra import phases
-from logra.bench.harness import Cell, Ratio, Results, markdown_table, spread
+from logra.bench.harness import Cell, Ratio, Results, markdown_table, require_known, spread
 from logra.errors import ConfigError
 
 METHODS = {
@@ -57,9 +57,7 @@ class Options:
     """Timed updates of each method."""
 
     def __post_init__(self) -> None:
-        for method in self.methods:
-            if method not in METHODS:
-                raise ConfigError(f"methods={method!r}: any of {', '.join(METHODS)}")
+        require_known("methods", self.methods, METHODS)
         if "adamw" not in self.methods:
             raise ConfigError("methods: adamw must be among them, it is what the others are compared with")
 

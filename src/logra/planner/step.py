@@ -27,6 +27,7 @@ from logra.errors import ConfigError, LograError
 from logra.memory import Ledger, Report
 from logra.memory.timeline import Moments
 from logra.optim import SketchOptimizer, ownership
+from logra.optim.setup import WEIGHT_DTYPES
 from logra.planner.layers import continued, depths, with_layers
 from logra.planner.models import meta_model
 from logra.planner.options import PlanOptions
@@ -123,7 +124,7 @@ class _Step:
     def _build(self, config: Any) -> Any:
         options = self.options
         sketched = self.method in ("logra", "paper")
-        dtype = torch.bfloat16 if sketched and options.weight_storage != "fp32" else torch.float32
+        dtype = WEIGHT_DTYPES[options.weight_storage] if sketched else torch.float32
         model = meta_model(config, dtype)
         if options.activation_checkpointing:
             # The state of the random number generator is not a tensor of the fake mode; there is no dropout to repeat.

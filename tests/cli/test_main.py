@@ -1,11 +1,13 @@
 """The command line: help, errors, exit codes."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
 import logra
+from logra.cli import main as command_line
 from logra.cli.main import main
 
 
@@ -88,3 +90,41 @@ def test_help_and_errors_do_not_wait_for_trl():
         "assert 'trl' not in sys.modules and 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+OF_A_RUN = (  # rich answers a closed output itself: its code is the one that the other commands follow
+    "import sys\nfrom logra.cli import main\nfrom logra.rl.display import make_display\n"
+    "main._train = lambda arguments: make_display(1).say('saved')\n"
+    "sys.exit(main.main(['train']))"
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unbuffered"),
+    [
+        (["-m", "logra.cli.main", "--help"], "1"),
+        (["-m", "logra.cli.main", "plan", "--help"], ""),
+        (["-c", OF_A_RUN], ""),
+    ],
+    ids=["written at once", "a parser's, written at the end", "of a run"],
+)
+def test_an_output_that_nobody_reads_ends_the_command_quietly(arguments, unbuffered):
+    """Catches the traceback of a print, and what Python says when it cannot empty the buffer at the end (exit code 120)."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    command = [sys.executable, *arguments]
+    try:
+        done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, env=environment)
+    finally:
+        os.close(write_end)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_another_pipe_that_breaks_is_an_error(monkeypatch):
+    def broken(arguments):
+        raise BrokenPipeError("of a worker")
+
+    monkeypatch.setattr(command_line, "_plan", broken)
+    with pytest.raises(BrokenPipeError, match="of a worker"):
+        main(["plan"])

@@ -1,9 +1,11 @@
 """The command `logra`: finds the subcommand and turns errors into one line and an exit code.
 
-Exit codes: 0 done, 1 interrupted or a check that found something, 2 a setting or an input that cannot be used.
+Exit codes: 0 done, 1 interrupted or a check that found something, 2 a setting or an input that cannot be used. An output
+that nobody reads any more (`logra ... | head`) interrupts without a word.
 """
 
 import os
+import select
 import sys
 from collections.abc import Sequence
 
@@ -37,7 +39,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            code = _run(list(sys.argv[1:] if argv is None else argv))
+        except SystemExit:  # of a parser, whose help may still wait in the buffer
+            print(end="", flush=True)
+            raise
+        print(end="", flush=True)  # here, not at the end of the process, where nobody can catch what goes wrong
+        return code
+    except BrokenPipeError:
+        if not _drop_closed_outputs():
+            raise  # of some other pipe
+        return 1
+
+
+def _run(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0 if arguments else 2
@@ -67,6 +83,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         extra = "report" if error.name.partition(".")[0] == "matplotlib" else "rl"
         print(f"logra {arguments[0]} needs the package {error.name}: pip install 'logra[{extra}]'", file=sys.stderr)
         return 2
+
+
+def _drop_closed_outputs() -> bool:
+    """Whether the reader of standard output or standard error has gone. What is still written there goes to /dev/null."""
+    poll = select.poll()
+    for output in (1, 2):
+        poll.register(output, 0)
+    closed = [output for output, event in poll.poll(0) if event & (select.POLLERR | select.POLLHUP)]
+    for output in closed:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, output)
+        os.close(nowhere)
+    return bool(closed)
 
 
 def _train(arguments: Sequence[str]) -> int:

@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from logra.distributed import is_fake
 from logra.errors import LograError
 from logra.shards import gathered_again, is_fsdp
 
 CHUNK_BYTES = 2**27
 """Of fp32 logits of one chunk (128 MiB)."""
+
+_WHOLE_CHUNKS = 2
+"""Up to so many chunks of logits are made at once: less memory than the second pass through the head is worth."""
 
 
 def scores(logits: Tensor, chosen: Tensor, temperature: float, *, entropy_has_grad: bool) -> tuple[Tensor, Tensor]:
@@ -48,6 +50,17 @@ def scores(logits: Tensor, chosen: Tensor, temperature: float, *, entropy_has_gr
 def chunk_tokens(vocabulary: int) -> int:
     """Tokens whose fp32 logits take at most `CHUNK_BYTES`."""
     return max(CHUNK_BYTES // (4 * vocabulary), 1)
+
+
+def needs_chunks(num_tokens: int, vocabulary: int) -> bool:
+    """Whether the logits of so many tokens are made chunk by chunk, where the head allows it, instead of at once."""
+    return num_tokens > _WHOLE_CHUNKS * chunk_tokens(vocabulary)
+
+
+def trains_shared_weight(model: Any) -> bool:
+    """Whether the head of a language model is its embedding, and trains."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return head is not None and embedding.weight is head.weight and head.weight.requires_grad
 
 
 def chunked_scores(
@@ -77,7 +90,11 @@ def chunked_scores(
     Raises:
         LograError: see the module docstring.
     """
-    _refuse_shared_weight(model)
+    if is_fsdp(model) and trains_shared_weight(model):
+        raise LograError(
+            f"the head of {type(model).__name__} is its embedding, which trains and is sharded by FSDP2: its gradient cannot "
+            f"be taken chunk by chunk. Freeze it, or compute all logits at once"
+        )
     num_tokens = chosen.shape[1]
     output = _run_backbone(model, backbone, inputs)
     kind = type(output)
@@ -100,18 +117,6 @@ def chunked_scores(
     ]  # fmt: skip
     log_probs, entropy = (torch.cat(column).view(chosen.shape) for column in zip(*parts, strict=True))
     return log_probs, entropy
-
-
-def _refuse_shared_weight(model: Any) -> None:
-    if not is_fsdp(model):
-        return
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    is_shared = head is not None and embedding.weight is head.weight and head.weight.requires_grad
-    if is_shared and not is_fake():
-        raise LograError(
-            f"the head of {type(model).__name__} is its embedding, which trains and is sharded by FSDP2: its gradient cannot "
-            f"be taken chunk by chunk. Freeze it, or compute all logits at once"
-        )
 
 
 def _run_backbone(model: Any, backbone: Any, inputs: dict[str, Any]) -> Any:

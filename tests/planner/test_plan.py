@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import logra
+from logra import chunked_head
 from logra.chunked_head import chunk_tokens, chunked_scores
 from logra.errors import ConfigError
 from logra.memory import Ledger
@@ -25,6 +26,12 @@ def small_config(tmp_path, **changes):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "llama"} | SMALL | changes))
     return path
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Chunks of ten tokens, so that a tiny batch takes several."""
+    monkeypatch.setattr(chunked_head, "CHUNK_BYTES", 10 * 4 * SMALL["vocab_size"])
 
 
 def measured(config, method):
@@ -78,6 +85,7 @@ ARCHITECTURES = [{}, {"model_type": "qwen2"}, {"model_type": "qwen3", "head_dim"
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("method", ["logra", "paper", "adamw", "lora"])
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")
+@pytest.mark.usefixtures("small_chunks")
 def test_the_plan_is_what_the_profile_finds(tmp_path, architecture, method):
     """Fails if the traced step is another than the real one, or a number asked of a fake tensor takes a wrong branch."""
     config = load_config(str(small_config(tmp_path, **architecture)))
@@ -96,6 +104,20 @@ def test_sharded_weights_and_state_are_a_part_of_the_whole(tmp_path):
     alone, shared = (logra.memory.plan(path, num_gpus=n, **settings)["methods"]["adamw"]["resident"] for n in (1, 4))
     assert shared["weights"] == alone["weights"] / 4
     assert shared["optimizer_state"] == pytest.approx(alone["optimizer_state"] / 4, rel=0.01)
+
+
+def test_a_tied_head_that_trains_is_refused_as_it_would_be_where_it_runs(tmp_path, small_chunks):
+    """What runs: tests/distributed/test_groups.py. Fails for a plan of a step that ends in an error, and for one refused that
+    would run: with all logits at once, with few of them, with a head that is frozen, or in one process.
+    """
+    path = str(small_config(tmp_path))
+    settings = {"num_gpus": 2, "methods": ["adamw"], "seq_len": 32}  # 24 scored tokens, three chunks
+    with pytest.raises(
+        ConfigError, match=r"method=adamw with num_gpus=2: the head .* is its embedding.*--whole-logits"
+    ):
+        logra.memory.plan(path, **settings)
+    for runs in ({"chunked_logits": False}, {"seq_len": 24}, {"methods": ["lora"]}, {"num_gpus": 1}):
+        assert logra.memory.plan(path, **(settings | runs))["methods"]
 
 
 def test_weight_storages_take_their_bytes(tmp_path):

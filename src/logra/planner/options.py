@@ -31,7 +31,7 @@ class PlanOptions:
     activation_checkpointing: bool = True
     """Keep one tensor per layer from forward, and run the layer again in backward."""
     chunked_logits: bool = True
-    """Make logits chunk by chunk (`logra.chunked_head`)."""
+    """Make logits that are many chunk by chunk (`logra.chunked_head`)."""
     rank: int | None = None
     """Rank of sketches (logra, paper) or adapters (lora); None is the method's own."""
     weight_storage: Literal["fp32", "split32", "split24"] = "fp32"
@@ -57,6 +57,11 @@ class PlanOptions:
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt."""
         return self.seq_len // 4 if self.prompt_len is None else self.prompt_len
+
+    @property
+    def num_scored_tokens(self) -> int:
+        """Tokens of a micro-batch whose log-probabilities the loss needs."""
+        return self.micro_batch * (self.seq_len - self.num_prompt_tokens)
 
     def sketch_config(self, method: str) -> Config:
         """The settings of `SketchOptimizer` for the methods logra and paper, as `logra train` starts them."""

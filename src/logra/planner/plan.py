@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
-from logra.chunked_head import chunk_tokens
+from logra.chunked_head import needs_chunks
 from logra.errors import ConfigError
 from logra.memory import Report
 from logra.planner.models import load_config
@@ -42,8 +42,8 @@ def plan(
         or, where not even one sequence fits, `largest_seq_len` is what fits.
 
     Raises:
-        ConfigError: an unknown model or method, a value that is not allowed, more GPUs than rows to share, or a model
-            whose step cannot be traced.
+        ConfigError: an unknown model or method, a value that is not allowed, more GPUs than rows to share, a model
+            whose step cannot be traced, or one that would be refused where it runs.
 
     Example:
         >>> logra.memory.plan("qwen2.5-7b", num_gpus=4, methods="logra", gpu_memory="80GB")["methods"]["logra"]["fits"]
@@ -111,8 +111,7 @@ def _result(report: Report, options: PlanOptions, limit: int | None, vocabulary:
     if limit is None:
         return result
     result |= {"fits": report.peak_bytes <= limit, "spare_bytes": limit - report.peak_bytes}
-    num_scored = options.micro_batch * (options.seq_len - options.num_prompt_tokens)
-    logits_grow = not options.chunked_logits or num_scored < chunk_tokens(vocabulary)
+    logits_grow = not options.chunked_logits or not needs_chunks(options.num_scored_tokens, vocabulary)
     times = _times_the_tokens(report, limit, logits_grow)
     micro_batch = int(options.micro_batch * times)
     if micro_batch >= 1:

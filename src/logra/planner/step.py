@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from logra.chunked_head import chunk_tokens, chunked_scores, scores
+from logra.chunked_head import chunk_tokens, chunked_scores, needs_chunks, scores, trains_shared_weight
 from logra.errors import ConfigError, LograError
 from logra.memory import Ledger, Report
 from logra.memory.timeline import Moments
@@ -50,7 +50,8 @@ def trace(config: Any, method: str, options: PlanOptions) -> Report:
         options: sizes; with `every_layer` all layers are traced, else a few, from which the others follow (`layers`).
 
     Raises:
-        ConfigError: the model's forward cannot be traced, or its layers do not follow from each other.
+        ConfigError: the model's forward cannot be traced, its layers do not follow from each other, or the step would be
+            refused where it runs.
     """
     with _explained(config, method):
         found = None if options.every_layer else depths(config)
@@ -117,6 +118,13 @@ class _Step:
         if options.precision == "bf16" and mesh is None:
             # As accelerate does it. FSDP2 gathers weights in the compute dtype itself.
             self.model.forward = torch.autocast("cpu", torch.bfloat16)(self.model.forward)
+        self.makes_chunks = options.chunked_logits and needs_chunks(options.num_scored_tokens, self.vocabulary)
+        if self.makes_chunks and mesh is not None and trains_shared_weight(self.model):
+            raise ConfigError(
+                f"method={method} with num_gpus={options.num_gpus}: the head of this model is its embedding, which {method} "
+                f"trains, and whose gradient cannot be taken chunk by chunk under FSDP2. Plan all logits at once "
+                f"(chunked_logits=False, --whole-logits), or methods that freeze it"
+            )
         shape = (options.micro_batch, options.seq_len)
         self.ids = self.fake.from_tensor(torch.zeros(shape, dtype=torch.int64))
         self.mask = self.fake.from_tensor(torch.ones(shape, dtype=torch.int64))
@@ -171,7 +179,7 @@ class _Step:
         num_tokens = options.seq_len - options.num_prompt_tokens
         chosen = self.ids[:, -num_tokens:]
         inputs = {"input_ids": self.ids, "attention_mask": self.mask, "use_cache": False}
-        if options.chunked_logits:
+        if self.makes_chunks:
             chunk = chunk_tokens(self.vocabulary)
             log_probs, _ = chunked_scores(
                 self.model, self.policy.base_model, inputs, chosen, chunk=chunk, temperature=1.0

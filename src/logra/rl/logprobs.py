@@ -8,11 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from logra.chunked_head import chunk_tokens, chunked_scores, scores
+from logra.chunked_head import chunk_tokens, chunked_scores, needs_chunks, scores
 from logra.rl.shared_prompts import fill_cache
-
-_WHOLE_CHUNKS = 2
-"""Up to so many chunks of logits are made at once: less memory than the second pass through the head is worth."""
 
 
 def completion_log_probs(
@@ -40,8 +37,8 @@ def completion_log_probs(
         with_entropy: also return the entropy.
         entropy_has_grad: keep the graph of the entropy (needed for an entropy bonus only).
         share_prompts: run equal prompts of a forward once, see `shared_prompts`.
-        backbone: what the model's head reads. With it, logits that would take more than `_WHOLE_CHUNKS` chunks are made
-            chunk by chunk (`logra.chunked_head`), and again in backward; None makes them all at once.
+        backbone: what the model's head reads. With it, logits that need chunks (`logra.chunked_head`) are made chunk by
+            chunk, and again in backward; None makes them all at once.
 
     Returns:
         log-probabilities fp32 [B, C]; entropy fp32 [B, C] in nats, or None. Both are 0 on padding.
@@ -53,12 +50,12 @@ def completion_log_probs(
         ids, mask = input_ids[start : start + step], attention_mask[start : start + step]
         inputs = _completion_inputs(model, ids, mask, num_completion_tokens, share_prompts)
         chosen = ids[:, -num_completion_tokens:]
-        chunk = chunk_tokens(_vocabulary(backbone)) if backbone is not None else chosen.numel()
-        if backbone is None or chosen.numel() <= _WHOLE_CHUNKS * chunk:
+        if backbone is None or not needs_chunks(chosen.numel(), vocabulary := _vocabulary(backbone)):
             logits = model(logits_to_keep=num_completion_tokens + 1, **inputs).logits[:, :-1]  # [B, C, V]
             log_p, entropy = scores(logits, chosen, temperature, entropy_has_grad=entropy_has_grad)
             del logits
         else:
+            chunk = chunk_tokens(vocabulary)
             log_p, entropy = chunked_scores(
                 model, backbone, inputs, chosen, chunk=chunk, temperature=temperature, entropy_has_grad=entropy_has_grad
             )

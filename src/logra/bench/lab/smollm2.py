@@ -52,13 +52,18 @@ class DefaultTask:
         return Rollout(ids, mask, generated, torch.tensor(rewards), NUM_SAMPLES)
 
     def unrelated_text(self) -> Probe:
-        """The texts that come with the diagnostics; every token but the first counts."""
-        rows = [self.tokenizer(text)["input_ids"][:UNRELATED_TOKENS] for text in unrelated_texts()]
-        width = max(map(len, rows))
-        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
-        loss_mask = mask.clone()
-        loss_mask[:, 0] = 0
-        return TrustRegion(min_responses=len(rows), min_tokens=1).make_probe(
-            input_ids=ids, attention_mask=mask, loss_mask=loss_mask, temperature=1.0
-        )
+        """`unrelated_text` in this model's tokens."""
+        return unrelated_text(self.tokenizer)
+
+
+def unrelated_text(tokenizer: Any) -> Probe:
+    """The texts that come with the diagnostics; every token but the first counts."""
+    rows = [tokenizer(text)["input_ids"][:UNRELATED_TOKENS] for text in unrelated_texts()]
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    loss_mask = mask.clone()
+    loss_mask[:, 0] = 0
+    return TrustRegion(min_responses=len(rows), min_tokens=1).make_probe(
+        input_ids=ids, attention_mask=mask, loss_mask=loss_mask, temperature=1.0
+    )

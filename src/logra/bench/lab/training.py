@@ -1,0 +1,128 @@
+"""Whole runs of `logra train` as cells of a benchmark, and the tables that compare them.
+
+Every run gets the same problems in the same order, sampling seeds and loss; a run's flags say what differs.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from logra.bench.harness import markdown_table, spread
+
+CURVES = ("reward/mean", "policy/entropy", "trust/predicted_kl", "trust/realised_kl", "trust/alpha", "trust/budget",
+          "optim/update_ratio", "sync/bytes", "time/rollout_s", "time/update_s", "time/probe_s")  # fmt: skip
+
+
+def run(flags: Sequence[str], *, seed: int, model: Path | None = None) -> dict[str, Any]:
+    """Train, and keep the results and the curves.
+
+    Args:
+        flags: of `logra train`.
+        seed: of the run.
+        model: folder of the model to start from; None is the default model.
+
+    Returns:
+        {"train": the command without its folders, "results": of results.json, "curves": {name: values by step},
+        "unrelated_kl": exact KL(first policy || last policy) on unrelated text, nats per token}.
+    """
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    flags = [*flags, "--run.seed", str(seed), "--run.num-threads", threads]
+    start = [] if model is None else ["--model", str(model)]
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "run")
+        command = [sys.executable, "-m", "logra.cli.main", "train", "--output-dir", str(output), *flags, *start]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        results = json.loads((output / "results.json").read_text())
+        steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        kl = unrelated_kl(model, output / "model")
+    curves = {key: [step.get(key) for step in steps] for key in CURVES if any(key in step for step in steps)}
+    return {"train": " ".join(["logra train", *flags]), "results": results, "curves": curves, "unrelated_kl": kl}
+
+
+def unrelated_kl(before: Path | None, after: Path) -> float:
+    """Exact KL(before || after) on the texts that come with the diagnostics, nats per token.
+
+    Args:
+        before: folder of the first policy; None is the default model.
+        after: folder of the last one.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from logra.bench.lab.smollm2 import unrelated_text
+    from logra.rl.default_model import default_model_path
+    from logra.trust.measure import kl_since, probe_logits
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    folder = default_model_path() if before is None else before
+    probe = unrelated_text(AutoTokenizer.from_pretrained(folder))
+    logits = probe_logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), probe)
+    return kl_since(AutoModelForCausalLM.from_pretrained(after, dtype=torch.float32), probe, logits)
+
+
+def summary(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
+    """Reward, held-out accuracy, disturbance and cost.
+
+    Args:
+        runs: by title, what `run` returned for every seed.
+    """
+    rows = []
+    for title, cells in runs.items():
+        results = [cell["results"] for cell in cells]
+        before = statistics.fmean(result["heldout"]["before"] for result in results)
+        disturbance = [cell["unrelated_kl"] for cell in cells if "unrelated_kl" in cell]
+        rows.append(
+            [
+                title,
+                str(len(cells)),
+                spread([statistics.fmean(cell["curves"]["reward/mean"]) for cell in cells]),
+                spread([result["mean_reward_last_3_steps"] for result in results]),
+                f"{spread([result['heldout']['after'] for result in results])} ({before:.2f})",
+                spread(disturbance, 3) if len(disturbance) == len(cells) else "-",
+                spread([result["seconds_per_step"] for result in results], 1),
+                f"{max(result['peak_memory_bytes'] for result in results) / 2**30:.2f} GiB",
+            ]
+        )
+    header = ["method", "seeds", "reward, all steps", "last 3 steps", "held-out after (before)",
+              "KL on unrelated text", "s / step", "peak memory"]  # fmt: skip
+    return markdown_table(header, rows)
+
+
+def curves(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
+    """Mean reward over seeds of every three steps."""
+    num_steps = max(len(cell["curves"]["reward/mean"]) for cells in runs.values() for cell in cells)
+    rows = []
+    for title, cells in runs.items():
+        means = zip(*(by_three_steps(cell) for cell in cells), strict=True)
+        rows.append([title, *(f"{statistics.fmean(values):.2f}" for values in means)])
+    steps = [f"{start + 1}-{min(start + 3, num_steps)}" for start in range(0, num_steps, 3)]
+    return markdown_table(["reward in steps", *steps], rows)
+
+
+def by_three_steps(cell: dict[str, Any]) -> list[float]:
+    """Mean rewards of steps 1 to 3, 4 to 6, and so on."""
+    rewards = cell["curves"]["reward/mean"]
+    return [statistics.fmean(rewards[start : start + 3]) for start in range(0, len(rewards), 3)]
+
+
+def kl_ratios(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
+    """How the realised KL of the steps scatters around the planned one, alpha² times the prediction."""
+    rows = []
+    for title, cells in runs.items():
+        ratios = []
+        for found in (cell["curves"] for cell in cells):
+            columns = (found.get(f"trust/{name}", []) for name in ("realised_kl", "alpha", "predicted_kl"))
+            for realised, alpha, predicted in zip(*columns, strict=True):
+                if realised is not None and alpha and predicted:
+                    ratios.append(realised / (alpha**2 * predicted))
+        if ratios:
+            deciles = statistics.quantiles(ratios, n=10, method="inclusive")
+            shown = (min(ratios), deciles[0], statistics.median(ratios), deciles[-1], max(ratios))
+            rows.append([title, str(len(ratios)), *(f"{value:.2f}" for value in shown)])
+    return markdown_table(["realised / planned KL", "steps", "least", "10 %", "median", "90 %", "most"], rows)

@@ -1,0 +1,64 @@
+"""Other settings of the methods on the default run: learning rates, ranks, and every method at the same KL per step.
+
+A cell is one whole run, as in `logra bench learning`, whose table has the setting of each method that did best.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from logra.bench.harness import Cell, Results, require_known
+from logra.bench.lab import training
+
+EQUAL_KL = ("--use-trust", "true", "--trust.alpha-max", "1e6")
+"""The KL budget of the default run, whatever the learning rate: it sets the direction's length before it is scaled."""
+PAPER = ("--method", "paper", "--trust.kl-budget", "0.03", "--trust.kl-budget-final", "0.01", "--trust.schedule-steps", "15",
+         "--trust.alpha-max", "1e6")  # fmt: skip
+ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "adamw-1e-5": ("dense AdamW, lr 1e-5", ("--method", "adamw", "--adamw.lr", "1e-5")),
+    "adamw-1e-4": ("dense AdamW, lr 1e-4", ("--method", "adamw", "--adamw.lr", "1e-4")),
+    "lora-1e-4": ("LoRA, rank 16, lr 1e-4", ("--method", "lora", "--lora.lr", "1e-4")),
+    "lora-1e-3": ("LoRA, rank 16, lr 1e-3", ("--method", "lora", "--lora.lr", "1e-3")),
+    "lora-r64": ("LoRA, rank 64, alpha 128, lr 3e-4", ("--method", "lora", "--lora.rank", "64", "--lora.alpha", "128")),
+    "galore-1e-4": ("GaLore, rank 64, lr 1e-4", ("--method", "galore", "--galore.lr", "1e-4")),
+    "galore-1e-3": ("GaLore, rank 64, lr 1e-3", ("--method", "galore", "--galore.lr", "1e-3")),
+    "apollo-3e-5": ("APOLLO, rank 64, lr 3e-5", ("--method", "apollo", "--apollo.lr", "3e-5")),
+    "apollo-3e-4": ("APOLLO, rank 64, lr 3e-4", ("--method", "apollo", "--apollo.lr", "3e-4")),
+    "paper-r80": ("`paper`, rank 80, KL 0.03 to 0.01", (*PAPER, "--logra.rank", "80")),
+    "paper-r320": ("`paper`, rank 320, KL 0.03 to 0.01", (*PAPER, "--logra.rank", "320")),
+    "adamw-kl": ("dense AdamW, KL per step of `logra`", ("--method", "adamw", *EQUAL_KL)),
+    "lora-kl": ("LoRA, rank 16, KL per step of `logra`", ("--method", "lora", *EQUAL_KL)),
+    "galore-kl": ("GaLore, rank 64, KL per step of `logra`", ("--method", "galore", *EQUAL_KL)),
+    "apollo-kl": ("APOLLO, rank 64, KL per step of `logra`", ("--method", "apollo", *EQUAL_KL)),
+}
+"""Name of an arm: its title in tables, and its flags. Sketches of `paper` at rank 80 are as large as sketches and momentum of
+`logra` at rank 16 on a square weight, 80 out = 16 (out + 2 in) + 16 (out + in); at rank 320 four times as large."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to run."""
+
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Seeds of the runs."""
+    arms: tuple[str, ...] = tuple(ARMS)
+    """Settings; those of GaLore and APOLLO need their packages (`make baselines`)."""
+
+    def __post_init__(self) -> None:
+        require_known("arms", self.arms, ARMS)
+
+
+def cells(options: Options) -> list[Cell]:
+    """Every setting with one seed before the next seed."""
+    return [{"arm": arm, "seed": seed} for seed in options.seeds for arm in options.arms]
+
+
+def run_cell(cell: Cell, options: Options) -> dict[str, Any]:
+    """Train, and keep the results and the curves."""
+    return training.run(ARMS[cell["arm"]][1], seed=cell["seed"])
+
+
+def table(results: Results) -> str:
+    """Results over seeds, and the learning curves."""
+    present = results.values("arm")
+    runs = {title: results.select(arm=arm) for arm, (title, _) in ARMS.items() if arm in present}
+    return "\n\n".join((training.summary(runs), training.curves(runs), training.kl_ratios(runs)))

@@ -1,0 +1,116 @@
+"""Whole runs as cells: what their tables say, and the warm start."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from logra.bench import harder_tasks, variants
+from logra.bench.harness import Results
+from logra.bench.harness.results import Record
+from logra.bench.lab import training
+from logra.bench.lab.warm_start import supervised_batch
+from logra.errors import ConfigError
+
+ALPHABET = ["<end>", *"0123456789+=", *"abcdefghijklmnopqrstuvwxyz ", "<unk>"]
+
+
+def tokenizer():
+    plain = Tokenizer(WordLevel({character: index for index, character in enumerate(ALPHABET)}, unk_token="<unk>"))
+    plain.pre_tokenizer = Split("", "isolated")  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>", pad_token="<end>", unk_token="<unk>")
+
+
+def cell(rewards, heldout, **more):
+    results = {
+        "mean_reward_last_3_steps": sum(rewards[-3:]) / 3,
+        "heldout": {"before": 0.25, "after": heldout},
+        "seconds_per_step": 2.0,
+        "peak_memory_bytes": 2**30,
+    }
+    return {"train": "logra train", "results": results, "curves": {"reward/mean": rewards}} | more
+
+
+def test_supervised_rows_end_with_their_answers_and_nothing_else_counts():
+    batch = supervised_batch(tokenizer(), [{"prompt": "1+2=", "answer": "3"}, {"prompt": "47+5=", "answer": "52"}])
+    assert batch["input_ids"].tolist()[0] == [2, 11, 3, 12, 4, 0, 0, 0]  # 1 + 2 = 3 <end>, padding
+    assert batch["attention_mask"].tolist() == [[1] * 6 + [0] * 2, [1] * 8]
+    assert batch["labels"].tolist() == [[-100] * 4 + [4, 0, -100, -100], [-100] * 5 + [6, 3, 0]]
+
+
+def test_means_are_over_seeds():
+    runs = {"a": [cell([0.0] * 3 + [0.5] * 3, 0.5), cell([0.0] * 3 + [1.0] * 3, 0.75)]}
+    assert "| a | 2 | 0.38 (0.25-0.50) | 0.75 (0.50-1.00) | 0.62 (0.50-0.75) (0.25) | - | 2.0" in training.summary(runs)
+    assert training.curves(runs).endswith("| reward in steps | 1-3 | 4-6 |\n|---|---|---|\n| a | 0.00 | 0.75 |")
+
+
+def test_the_disturbance_is_shown_where_all_seeds_measured_it():
+    both = [cell([0.5] * 3, 0.5, unrelated_kl=0.25), cell([0.5] * 3, 0.5, unrelated_kl=0.75)]
+    assert "| 0.500 (0.250-0.750) |" in training.summary({"a": both})
+    assert "| - |" in training.summary({"a": [both[0], cell([0.5] * 3, 0.5)]})
+
+
+def test_kl_ratios_are_of_steps_that_were_taken():
+    """Planned KL: alpha² times the prediction, 0.25 · 0.08 = 0.02; the second step was skipped."""
+    curves = {
+        "reward/mean": [0.0, 0.0],
+        "trust/realised_kl": [0.01, None],
+        "trust/alpha": [0.5, None],
+        "trust/predicted_kl": [0.08, None],
+    }
+    text = training.kl_ratios({"a": [cell([0.0] * 3, 0.5) | {"curves": curves}] * 2})
+    assert "| a | 2 | 0.50 | 0.50 | 0.50 | 0.50 | 0.50 |" in text
+
+
+def test_disturbance_is_the_kl_between_two_saved_models(tmp_path):
+    """Against a softmax of both models' logits in fp64, from the same folders. Catches a swap of the two."""
+    config = LlamaConfig(vocab_size=len(ALPHABET), hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+                         num_attention_heads=2, num_key_value_heads=2)  # fmt: skip
+    models = []
+    for index, name in enumerate(("before", "after")):
+        torch.manual_seed(index)
+        model = LlamaForCausalLM(config)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(20.0)
+        model.save_pretrained(tmp_path / name)
+        tokenizer().save_pretrained(tmp_path / name)
+        models.append(model.eval())
+    from logra.bench.lab.smollm2 import unrelated_text
+
+    (batch,) = unrelated_text(tokenizer()).batches
+    expected = []
+    with torch.no_grad():
+        old, new = (
+            model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits.double() for model in models
+        )
+    for row, mask in enumerate(batch.attention_mask):
+        first = int(mask.argmax())  # rows are padded on the left
+        for position in range(first, mask.shape[0] - 1):
+            p, q = old[row, position].softmax(-1), new[row, position].softmax(-1)
+            expected.append((p * (p / q).log()).sum().item())
+    found = training.unrelated_kl(tmp_path / "before", tmp_path / "after")
+    assert found == pytest.approx(sum(expected) / len(expected), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "options"),
+    [(variants, {"arms": ("sgd",)}), (harder_tasks, {"arms": ("sgd",)}), (harder_tasks, {"tasks": ("poetry",)})],
+)
+def test_unknown_names_are_refused(benchmark, options):
+    with pytest.raises(ConfigError, match=r"sgd|poetry"):
+        benchmark.Options(**options)
+
+
+def test_tasks_are_shown_one_after_the_other():
+    records = [
+        Record(
+            cell={"task": task, "arm": "logra", "seed": 0}, result=cell([0.5] * 3, 0.5), machine={}, commit=None, dirty=None,
+            date=None, command="", jobs=1, wall_s=0.0,
+        )
+        for task in ("two_digits", "products")
+    ]  # fmt: skip
+    text = harder_tasks.table(Results("harder_tasks", {}, records))
+    assert text.index("**products of one digit**") < text.index("**sums and differences of two digits")
+    assert text.count("| `logra`") == 4

@@ -1,8 +1,8 @@
 """How close sketches come to the true gradient: by rank, kind of layer, tokens and training progress, SmolLM2.
 
-A cell is the default model after some updates. Rollouts of the default task follow until enough tokens have passed through
-the model; their policy gradient is formed densely in a few layers of every kind, and at 512, 2048, 8192, ... tokens it is
-compared with what sketches of it would recover:
+A cell is the default model after some updates, with one seed. Rollouts of the default task follow until enough tokens have
+passed through the model; their policy gradient is formed densely in a few layers of every kind, and at 512, 2048, 8192, ...
+tokens it is compared with what sketches of it would recover:
 
     one_sided    cosine of G with S A, S = G Aᵀ
     two_sided    cosine of G with Q R recovered from S and T = B G, l = 2 r
@@ -13,14 +13,15 @@ In weight space: what the directions are worth per unit of KL is the business of
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from logra.bench.harness import Cell, Results, markdown_table
+from logra.bench.harness import Cell, Results, markdown_table, spread
 from logra.errors import ConfigError
 from logra.sign_factor import SignFactor
 from logra.sketch.recovery import recover
@@ -30,6 +31,9 @@ RANKS = (8, 16, 32, 64, 128, 256)
 FIRST_TOKENS = 512
 ESTIMATES = ("one_sided", "two_sided", "best")
 MICRO_BATCH = 16
+Rows = list[dict[str, Any]]
+NO_VALUE = "-"
+"""In a table: the rank is above the size of the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +42,14 @@ class Options:
 
     updates: tuple[int, ...] = (0, 8)
     """Updates of the policy (two-sided spectral, momentum 0.9) before its gradient is taken."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Seeds of the problems, samples and projections."""
     max_tokens: int = 8192
-    """Tokens of the largest batch, prompts included; compared at 512 and every four times as many."""
+    """Tokens of the largest batch, prompts included; compared at 512, every four times as many, and there."""
     layers_per_kind: int = 2
     """Layers of every kind, spread evenly over depth."""
     kl_budget: float = 0.02
     """KL that every update realises, nats per generated token."""
-    seed: int = 0
-    """Seed of the problems, samples and projections."""
 
     def __post_init__(self) -> None:
         for name, least in (("max_tokens", FIRST_TOKENS), ("layers_per_kind", 1)):
@@ -56,8 +60,8 @@ class Options:
 
 
 def cells(options: Options) -> list[Cell]:
-    """One policy after the other."""
-    return [{"updates": updates} for updates in options.updates]
+    """Every policy with every seed."""
+    return [{"updates": updates, "seed": seed} for updates in options.updates for seed in options.seeds]
 
 
 def run_cell(cell: Cell, options: Options) -> dict[str, Any]:
@@ -68,12 +72,12 @@ def run_cell(cell: Cell, options: Options) -> dict[str, Any]:
     from logra.bench.lab.smollm2 import DefaultTask
     from logra.sketch.capture import detach
 
-    updates = cell["updates"]
-    default = DefaultTask(options.seed, updates)
+    updates, seed = cell["updates"], cell["seed"]
+    default = DefaultTask(seed, updates)
     if updates:
         setting = Setting(num_steps=updates, temperature=1.0, micro_batch=MICRO_BATCH, roll_out=default.roll_out,
                           unrelated=default.unrelated_text())  # fmt: skip
-        run_arm(default.model, ARMS["spectral-32-m"], setting, trust=equal_kl(options.kl_budget), seed=options.seed)
+        run_arm(default.model, ARMS["spectral-32-m"], setting, trust=equal_kl(options.kl_budget), seed=seed)
         detach(default.model)
     layers = spread_layers(default.model, options.layers_per_kind)
     # Steps that training has not reached: other problems, other noise.
@@ -84,14 +88,14 @@ def run_cell(cell: Cell, options: Options) -> dict[str, Any]:
             gradient: Any = module.weight.grad
             rows.append(
                 {"num_tokens": num_tokens, "reward": reward, "layer": name, "kind": name.rpartition(".")[2]}
-                | compare(gradient, RANKS, options.seed, name)
+                | compare(gradient, RANKS, seed, name)
             )
     return {"rows": rows}
 
 
 def token_counts(max_tokens: int) -> list[int]:
-    """512, 2048, 8192, ... up to `max_tokens`."""
-    return [FIRST_TOKENS * 4**k for k in range(32) if FIRST_TOKENS * 4**k <= max_tokens]
+    """512, 2048, 8192, ... below `max_tokens`, and `max_tokens` itself."""
+    return [count for k in range(32) if (count := FIRST_TOKENS * 4**k) < max_tokens] + [max_tokens]
 
 
 def spread_layers(model: nn.Module, per_kind: int) -> dict[str, nn.Module]:
@@ -180,33 +184,69 @@ def table(results: Results) -> str:
 
 def _by_kind(results: Results) -> str:
     first = min(results.values("updates"))
-    rows = results.select(updates=first)[0]["rows"]
-    largest = max(row["num_tokens"] for row in rows)
-    rows = [row for row in rows if row["num_tokens"] == largest and row["rank_99"] is not None]
+    batches = _batches(results, first)
+    seeds = batches[max(batches)]
     lines = []
     for kind in KINDS:
-        own = [row for row in rows if row["kind"] == kind]
-        if own:
-            cosines = [" / ".join(_mean(own, estimate, index) for estimate in ESTIMATES) for index in range(len(RANKS))]
-            lines.append([kind, *cosines, f"{statistics.fmean(row['rank_99'] for row in own):.0f}"])
-    title = f"{largest:,} tokens, after {first} updates: one-sided / two-sided / best rank r"
+        own = [[row for row in rows if row["kind"] == kind] for rows in seeds]
+        if ranks := _over_layers(own, lambda row: row["rank_99"]):
+            cosines = [
+                " / ".join(_mean(_cosines(own, estimate, index)) for estimate in ESTIMATES)
+                for index in range(len(RANKS))
+            ]
+            lines.append([kind, *cosines, spread(ranks, 0)])
+    title = (
+        f"{_num_tokens(seeds)} tokens, after {first} updates, {_num_seeds(seeds)}: one-sided / two-sided / best rank r"
+    )
     return f"{title}\n\n" + markdown_table(["layer", *(f"r = {rank}" for rank in RANKS), "rank of 99 % energy"], lines)
 
 
 def _by_progress(results: Results) -> str:
     lines = []
     for updates in sorted(results.values("updates")):
-        rows = [row for row in results.select(updates=updates)[0]["rows"] if row["rank_99"] is not None]
-        for num_tokens in sorted({row["num_tokens"] for row in rows}):
-            own = [row for row in rows if row["num_tokens"] == num_tokens]
-            cosines = [_mean(own, "two_sided", index) for index in range(len(RANKS))]
-            rank = f"{statistics.fmean(row['rank_99'] for row in own):.0f}"
-            lines.append([str(updates), f"{own[0]['reward']:.2f}", f"{num_tokens:,}", *cosines, rank])
-    title = "two-sided, mean over the layers of all kinds"
-    header = ["updates", "reward", "tokens", *(f"r = {rank}" for rank in RANKS), "rank of 99 % energy"]
+        for seeds in _batches(results, updates).values():
+            # A batch whose rewards are all the same has no gradient, and says nothing.
+            if ranks := _over_layers(seeds, lambda row: row["rank_99"]):
+                values = [_cosines(seeds, "two_sided", index) for index in range(len(RANKS))]
+                cosines = [spread(found) if found else NO_VALUE for found in values]
+                reward = spread(_over_layers(seeds, lambda row: row["reward"]))
+                lines.append([str(updates), str(len(ranks)), reward, _num_tokens(seeds), *cosines, spread(ranks, 0)])
+    title = "two-sided, mean over the layers of all kinds, and over seeds (range)"
+    header = ["updates", "seeds", "reward", "tokens", *(f"r = {rank}" for rank in RANKS), "rank of 99 % energy"]
     return f"{title}\n\n" + markdown_table(header, lines)
 
 
-def _mean(rows: Sequence[dict[str, Any]], estimate: str, index: int) -> str:
-    values = [row[estimate][index] for row in rows if row[estimate][index] is not None]
-    return f"{statistics.fmean(values):.2f}" if values else "-"
+def _batches(results: Results, updates: int) -> dict[int, list[Rows]]:
+    """By the tokens that were asked for, ascending: the rows of every seed. A batch is the first of at least so many."""
+    counts = token_counts(results.settings["max_tokens"])
+    batches: dict[int, list[Rows]] = defaultdict(list)
+    for result in results.select(updates=updates):
+        rows_of: dict[int, Rows] = defaultdict(list)
+        for row in result["rows"]:
+            rows_of[max(count for count in counts if count <= row["num_tokens"])].append(row)
+        for count, rows in rows_of.items():
+            batches[count].append(rows)
+    return dict(sorted(batches.items()))
+
+
+def _over_layers(seeds: Sequence[Rows], value: Callable[[dict[str, Any]], float | None]) -> list[float]:
+    """Mean over the layers that have a gradient and a value, of every seed that has such layers."""
+    values = [[value(row) for row in rows if row["rank_99"] is not None] for rows in seeds]
+    known = [[number for number in numbers if number is not None] for numbers in values]
+    return [statistics.fmean(numbers) for numbers in known if numbers]
+
+
+def _cosines(seeds: Sequence[Rows], estimate: str, index: int) -> list[float]:
+    return _over_layers(seeds, lambda row: row[estimate][index])
+
+
+def _mean(values: list[float]) -> str:
+    return f"{statistics.fmean(values):.2f}" if values else NO_VALUE
+
+
+def _num_tokens(seeds: Sequence[Rows]) -> str:
+    return f"{statistics.fmean(rows[0]['num_tokens'] for rows in seeds):,.0f}"
+
+
+def _num_seeds(seeds: Sequence[Rows]) -> str:
+    return "1 seed" if len(seeds) == 1 else f"{len(seeds)} seeds"

@@ -1,7 +1,7 @@
 """Appends to a log and is killed: a program of its own, so that no process with a test runner in it is forked.
 
     python kill_writer.py FOLDER points     killed at every call of os.write, os.fsync and os.rename, before and after
-    python kill_writer.py FOLDER random     killed 25 times at random moments
+    python kill_writer.py FOLDER random     killed 25 times, at random moments after 0 to 3 acknowledgements
 
 Prints one JSON object for each kill: what was acknowledged, and what is there afterwards.
 """
@@ -20,6 +20,8 @@ from logra.sync import DirectoryLog, Manifest
 from logra.update import PolicyUpdate
 
 RUN_ID = "killed"
+START_S = 0.01
+"""About what a writer takes to start."""
 
 
 def update_to(version: int) -> PolicyUpdate:
@@ -59,8 +61,16 @@ def kill_at(call: int, *, after: bool) -> None:
         setattr(os, name, instrument(getattr(os, name)))
 
 
-def one_kill(folder: Path, *, call: int = 0, after: bool = False, delay_s: float = 0.0) -> None:
-    """Fork a writer, let it be killed, and report."""
+def one_kill(folder: Path, *, call: int = 0, after: bool = False, awaited: int = 0, share: float = 0.0) -> None:
+    """Fork a writer, let it be killed, and report.
+
+    Args:
+        folder: of the log.
+        call: kill at this system call; 0 kills from here.
+        after: just after the call, not just before it.
+        awaited: acknowledgements to wait for before the kill from here, however busy the machine is.
+        share: of the time that one of those took, to wait besides.
+    """
     before = DirectoryLog(folder).latest() if (folder / "manifest.json").exists() else 0
     read_end, write_end = os.pipe()
     child = os.fork()
@@ -71,15 +81,18 @@ def one_kill(folder: Path, *, call: int = 0, after: bool = False, delay_s: float
         append_until_killed(folder, write_end, 2 if call else 10**6)
         os._exit(0)
     os.close(write_end)
+    acknowledged = before
     if not call:
-        time.sleep(delay_s)
+        start = time.monotonic()
+        for _ in range(awaited):
+            acknowledged += len(os.read(read_end, 1))
+        time.sleep(share * ((time.monotonic() - start) / awaited if awaited else START_S))
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    acknowledged = before
     while chunk := os.read(read_end, 2**16):
         acknowledged += len(chunk)
     os.close(read_end)
-    report = {"killed": os.WIFSIGNALED(status), "before": before, "acknowledged": acknowledged}
+    report = {"killed": os.WIFSIGNALED(status), "before": before, "awaited": awaited, "acknowledged": acknowledged}
     if (folder / "manifest.json").exists():
         log = DirectoryLog(folder)
         good = all(update.digest == update_to(update.version).digest for update in log.read_since(0))
@@ -98,8 +111,8 @@ def main() -> None:
                 one_kill(folder / f"{call}-{after}", call=99)  # and then a writer that is left alone
         return
     rng = random.Random(0)
-    for _ in range(25):
-        one_kill(folder, delay_s=rng.uniform(0.001, 0.03))
+    for index in range(25):
+        one_kill(folder, awaited=index % 4, share=rng.uniform(0.0, 2.0))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ WRITER = Path(__file__).with_name("kill_writer.py")
 
 
 def reports(folder: Path, mode: str) -> list[dict]:
+    # The limit is for a hang, not for a busy machine.
     result = subprocess.run(
-        [sys.executable, str(WRITER), str(folder), mode], check=True, capture_output=True, text=True, timeout=120
+        [sys.executable, str(WRITER), str(folder), mode], check=True, capture_output=True, text=True, timeout=400
     )
     return [json.loads(line) for line in result.stdout.splitlines()]
 
@@ -37,6 +38,7 @@ def test_killed_at_random_moments(tmp_path):
     for report in kills:
         assert report["killed"] and report["good"]
         assert report["acknowledged"] <= report["latest"] <= report["acknowledged"] + 1
-    assert kills[-1]["acknowledged"] > 0  # it did write meanwhile
+        assert report["acknowledged"] >= report["before"] + report["awaited"]
+    assert sum(report["awaited"] for report in kills) == 36  # 0, 1, 2, 3, 0, ...: it did write meanwhile
     log = DirectoryLog(tmp_path / "log")
     assert [update.version for update in log.read_since(0)] == list(range(1, log.latest() + 1))

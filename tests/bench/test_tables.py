@@ -81,3 +81,27 @@ def test_memory_of_methods_side_by_side():
     assert "| logra | 1.00 GiB | 0.25 |" in text and "| adamw | 4.00 GiB | 1.00 |" in text
     assert "1.00 MiB" in text and "512.00 KiB" in text
     assert len(memory.cells(memory.Options())) == 8
+
+
+def test_settings_are_compared_with_the_default_of_their_own_seed():
+    """Fails if differences are taken across seeds, whose policies start apart, or if an axis with one value is shown."""
+    from logra.bench import settings
+    from logra.bench.harness.results import Record, Results
+
+    def record(arm, seed, accuracy):
+        result = {"after": {"trained": accuracy, "heldout": 0.5}, "reward": [0.4], "collateral_kl": [0.2, None],
+                  "realised_kl": [0.1, 0.1]}  # fmt: skip
+        return Record(
+            cell={"arm": arm, "seed": seed}, result=result, machine={}, commit=None, dirty=None, date=None, command="",
+            jobs=1, wall_s=1.0,
+        )  # fmt: skip
+
+    records = [record("spectral-16-m", 0, 0.50), record("spectral-16-m", 1, 0.70), record("spectral-16-m", 2, 0.1)]
+    records += [record("spectral-8-m", 0, 0.51), record("spectral-8-m", 1, 0.73)]
+    text = settings.table(Results("settings", {}, records))
+    assert "| 8 | 2 | 0.62 (0.51-0.73) | 0.50 (0.50-0.50) | 0.40 (0.40-0.40) | 2000 (2000-2000) | +2.0 ± 1.0 |" in text
+    assert "| rank | seeds |" in text and "bits of the factors" not in text
+    assert "32" not in text and "nan" not in text
+    assert [cell["seed"] for cell in settings.cells(settings.Options(arms=("spectral-8-m",)))] == [0, 1, 2]
+    with pytest.raises(ConfigError, match="spectral-9"):
+        settings.Options(arms=("spectral-9",))

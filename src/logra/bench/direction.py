@@ -8,7 +8,7 @@ tokens it is compared with what sketches of it would recover:
     two_sided    cosine of G with Q R recovered from S and T = B G, l = 2 r
     best         cosine of G with its best approximation of rank r
 
-In weight space: what the directions are worth per unit of KL is the business of `logra bench equal_kl`.
+In weight space: what the directions are worth per unit of KL is the business of `logra bench settings`.
 """
 
 import math
@@ -66,7 +66,7 @@ def cells(options: Options) -> list[Cell]:
 
 def run_cell(cell: Cell, options: Options) -> dict[str, Any]:
     """Train the policy, and compare its gradients."""
-    from logra.bench.lab.arms import ARMS
+    from logra.bench.lab.axes import ARMS
     from logra.bench.lab.equal_kl import equal_kl
     from logra.bench.lab.loop import Setting, run_arm
     from logra.bench.lab.smollm2 import DefaultTask

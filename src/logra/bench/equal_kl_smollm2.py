@@ -9,7 +9,14 @@ from typing import Any
 from logra.bench.harness import Cell, Results, markdown_table, require_known
 from logra.bench.lab.report import HEADER, arm_columns
 
-ARMS = ("spectral-32-m", "dense-adamw", "row-adam-64", "row-adam-scaled-64", "spectral-32")
+ARMS = {
+    "spectral-32-m": "two-sided spectral, r = 32, momentum 0.9",
+    "dense-adamw": "dense AdamW",
+    "row-adam-64": "one-sided row_adam, r = 64",
+    "row-adam-scaled-64": "one-sided row_adam, r = 64, input scaling",
+    "spectral-32": "two-sided spectral, r = 32",
+}
+"""Name in `logra.bench.lab.axes` -> title."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +25,7 @@ class Options:
 
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of the problems and samples."""
-    arms: tuple[str, ...] = ARMS
+    arms: tuple[str, ...] = tuple(ARMS)
     """Directions."""
     num_steps: int = 8
     """Updates of each direction."""
@@ -36,7 +43,7 @@ def cells(options: Options) -> list[Cell]:
 
 def run_cell(cell: Cell, options: Options) -> dict[str, Any]:
     """One direction from the released weights."""
-    from logra.bench.lab import arms
+    from logra.bench.lab import axes
     from logra.bench.lab.equal_kl import equal_kl
     from logra.bench.lab.loop import Setting, run_arm
     from logra.bench.lab.smollm2 import DefaultTask
@@ -49,17 +56,15 @@ def run_cell(cell: Cell, options: Options) -> dict[str, Any]:
         roll_out=default.roll_out,
         unrelated=default.unrelated_text(),
     )
-    arm = arms.ARMS[cell["arm"]]
+    arm = axes.ARMS[cell["arm"]]
     return run_arm(default.model, arm, setting, trust=equal_kl(options.kl_budget), seed=cell["seed"])
 
 
 def table(results: Results) -> str:
     """One row a direction."""
-    from logra.bench.lab import arms
-
     rows = []
-    for name in ARMS:
+    for name, title in ARMS.items():
         runs = results.select(arm=name)
         if runs:
-            rows.append([arms.ARMS[name].title, str(len(runs)), *arm_columns(runs)])
+            rows.append([title, str(len(runs)), *arm_columns(runs)])
     return markdown_table(["direction", "seeds", *HEADER], rows)

@@ -45,8 +45,8 @@ def run_cell(cell: Cell, options: Options) -> dict[str, Any]:
     from logra.trust import TrustRegion
 
     found: dict[str, Any] = {}
-    for name, (title, multiple, is_trusted) in CASES.items():
-        arm = Arm(title, {"lr": multiple * LR, "rank": 16, "direction": "spectral", "momentum": 0.9})
+    for name, (_, multiple, is_trusted) in CASES.items():
+        arm = Arm({"lr": multiple * LR, "rank": 16, "direction": "spectral", "momentum": 0.9})
         trust = TrustRegion(kl_budget=options.kl_budget) if is_trusted else None
         trained = small_policy.train(arm, seed=cell["seed"], num_steps=options.num_steps, trust=trust)
         found[name] = {key: trained[key] for key in ("reward", "realised_kl", "heldout")}

@@ -37,7 +37,7 @@ def run_cell(cell: Cell, options: Options) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for storage in STORAGES:
-        arm = Arm(storage, {"lr": options.lr, "rank": 16, "weight_storage": storage})
+        arm = Arm({"lr": options.lr, "rank": 16, "weight_storage": storage})
         trained = small_policy.train(arm, seed=cell["seed"], num_steps=options.num_steps, trust=None, from_bf16=True)
         found[storage] = {key: trained[key] for key in ("reward", "heldout")}
     return found

@@ -12,6 +12,8 @@ from logra.sketch.targets import Target
 
 DECAY = 0.95
 """Decay of the EMA of c over updates."""
+POWER = -0.5
+"""Of c in s: each feature is divided by its root mean square."""
 MAX_EXPONENT = 4
 """Scales are held within 2^±4 of their median: a feature that is nearly always zero must not dominate."""
 
@@ -26,7 +28,7 @@ def exponents(moment: Tensor) -> Tensor:
 
     The common scale of s means nothing (an update is normalised), so its median is set to one.
     """
-    log_scale = -0.5 * moment.clamp_min(torch.finfo(torch.float32).tiny).log2()
+    log_scale = POWER * moment.clamp_min(torch.finfo(torch.float32).tiny).log2()
     return (log_scale - log_scale.median()).round().clamp(-MAX_EXPONENT, MAX_EXPONENT).to(torch.int32)
 
 

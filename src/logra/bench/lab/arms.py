@@ -1,8 +1,10 @@
 """The directions that are compared, dense and sketched, behind one interface."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -92,45 +94,26 @@ class Arm:
     """One way from a gradient to a step.
 
     Attributes:
-        title: for tables.
         settings: of `logra.Config`; empty for a dense arm.
         dense: builds the optimizer of a dense arm.
+        constants: dotted name -> what stands there while the arm runs. For what the library fixes, and only a comparison
+            varies.
     """
 
-    title: str
     settings: dict[str, Any] = field(default_factory=dict)
     dense: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
+    constants: Mapping[str, Any] = field(default_factory=dict)
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Until the end of the block the constants are those of the arm."""
+        with ExitStack() as stack:
+            for name, value in self.constants.items():
+                stack.enter_context(mock.patch(name, value))
+            yield
 
     def build(self, model: nn.Module, trust: TrustPolicy | None, seed: int) -> SketchedArm | DenseArm:
         """The arm on a model, which is left in its training mode."""
         if self.dense is not None:
             return DenseArm(model, self.dense, trust)
         return SketchedArm(model, self.settings, trust, seed)
-
-
-def _row_adam(rank: int, *, scaled: bool) -> Arm:
-    title = f"one-sided row_adam, r = {rank}" + (", input scaling" if scaled else "")
-    return Arm(title, {"sketch": "one_sided", "direction": "row_adam", "momentum": 0.0, "rank": rank,
-                       "input_scaling": scaled, "restore_norm": not scaled})  # fmt: skip
-
-
-def _two_sided(direction: str, rank: int, momentum: float) -> Arm:
-    title = f"two-sided {direction}, r = {rank}" + (f", momentum {momentum}" if momentum else "")
-    return Arm(title, {"direction": direction, "rank": rank, "momentum": momentum})
-
-
-ARMS: dict[str, Arm] = {
-    "dense-sgd": Arm("dense gradient", dense=lambda p: torch.optim.SGD(p, lr=1e-2)),
-    "dense-sgd-m": Arm("dense gradient, momentum 0.9", dense=lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9)),
-    "dense-adamw": Arm("dense AdamW", dense=lambda p: torch.optim.AdamW(p, lr=1e-5, weight_decay=0.0)),
-    "dense-spectral": Arm("dense spectral", dense=lambda p: DenseSpectral(p, 0.0)),
-    "dense-spectral-m": Arm("dense spectral, momentum 0.9", dense=lambda p: DenseSpectral(p, 0.9)),
-    **{f"row-adam-{rank}": _row_adam(rank, scaled=False) for rank in (4, 32, 64, 256)},
-    **{f"row-adam-scaled-{rank}": _row_adam(rank, scaled=True) for rank in (4, 32, 64, 256)},
-    **{
-        f"{direction}-{rank}{'-m' if momentum else ''}": _two_sided(direction, rank, momentum)
-        for direction, rank in (("spectral", 16), ("spectral", 32), ("factored", 16))
-        for momentum in (0.0, 0.9)
-    },
-}
-"""By the names that cells carry. The paper's norm restoration goes with row_adam where inputs are not scaled."""

@@ -34,6 +34,7 @@ class Setting:
         micro_batch: completions per forward and backward.
         roll_out: from the model and the step number to fresh completions; the same prompts and noise for all arms.
         unrelated: text on which collateral is measured.
+        measure_every: steps from one whose gain and collateral are measured to the next.
     """
 
     num_steps: int
@@ -41,6 +42,7 @@ class Setting:
     micro_batch: int
     roll_out: Callable[[Any, int], Rollout]
     unrelated: Probe
+    measure_every: int = 1
 
 
 def run_arm(model: Any, arm: Arm, setting: Setting, *, trust: Any, seed: int) -> dict[str, list[float | None]]:
@@ -48,9 +50,14 @@ def run_arm(model: Any, arm: Arm, setting: Setting, *, trust: Any, seed: int) ->
 
     Returns:
         Curves with one value a step (reward: one more, of the last policy): reward of the samples before the step, gain,
-        collateral_kl, and with a trust policy realised_kl and predicted_kl of the step as taken. None: no step was taken.
+        collateral_kl, and with a trust policy realised_kl and predicted_kl of the step as taken. None: no step was taken,
+        or this one was not measured.
     """
-    stepper = arm.build(model, trust, seed)
+    with arm.in_force():
+        return _run(model, arm.build(model, trust, seed), setting)
+
+
+def _run(model: Any, stepper: SketchedArm | DenseArm, setting: Setting) -> dict[str, list[float | None]]:
     names = ("reward", "gain", "collateral_kl", "realised_kl", "predicted_kl")
     curves: dict[str, list[float | None]] = {name: [] for name in names}
     model.eval()
@@ -62,16 +69,17 @@ def run_arm(model: Any, arm: Arm, setting: Setting, *, trust: Any, seed: int) ->
             model, rollout, temperature=setting.temperature, micro_batch=setting.micro_batch, differentiate=not is_last
         )
         if step > 0:
-            curves["gain"].append(_gain(model, stepper, rollout, values, setting))
+            is_measured = (step - 1) % setting.measure_every == 0
+            curves["gain"].append(_gain(model, stepper, rollout, values, setting) if is_measured else None)
         if is_last:
             break
         if not values:
             for name in names[2:]:
                 curves[name].append(None)
             continue
-        before = probe_logits(model, setting.unrelated)
+        before = probe_logits(model, setting.unrelated) if step % setting.measure_every == 0 else None
         diagnostics = stepper.step(rollout.probe(setting.temperature))
-        curves["collateral_kl"].append(kl_since(model, setting.unrelated, before))
+        curves["collateral_kl"].append(None if before is None else kl_since(model, setting.unrelated, before))
         alpha, predicted = diagnostics.get("alpha"), diagnostics.get("predicted_kl")
         curves["realised_kl"].append(diagnostics.get("realised_kl"))
         curves["predicted_kl"].append(None if alpha is None or predicted is None else alpha**2 * predicted)

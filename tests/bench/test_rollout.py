@@ -15,15 +15,15 @@ def test_ways_take_turns_and_the_first_of_each_is_not_counted():
     def way(name):
         return lambda prompts, num_new: calls.append(name) or len(prompts) * rollout.NUM_SAMPLES * num_new
 
-    found = rollout.measure({"a_s": way("a"), "b_s": way("b")}, torch.zeros(2, 3, dtype=torch.int64), 5, num_repeats=2)
+    found = rollout.measure({"a": way("a"), "b": way("b")}, torch.zeros(2, 3, dtype=torch.int64), 5, num_repeats=2)
     assert calls == ["a", "b"] * 3
-    assert {name: len(seconds) for name, seconds in found.items()} == {"a_s": 2, "b_s": 2}
+    assert {name: len(seconds) for name, seconds in found.items()} == {"a_s": 2, "a_cpu_s": 2, "b_s": 2, "b_cpu_s": 2}
 
 
 def test_a_rollout_that_ends_early_is_an_error():
     # Catches a speed that is due to completions which were cut short.
-    with pytest.raises(RuntimeError, match="a_s: 79 tokens instead of 80"):
-        rollout.measure({"a_s": lambda *_: 79}, torch.zeros(2, 3, dtype=torch.int64), 5, num_repeats=1)
+    with pytest.raises(RuntimeError, match="a: 79 tokens instead of 80"):
+        rollout.measure({"a": lambda *_: 79}, torch.zeros(2, 3, dtype=torch.int64), 5, num_repeats=1)
 
 
 def test_the_table_divides_medians():

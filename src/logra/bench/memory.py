@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from logra.bench.harness import Cell, Results, markdown_table, require_known
+from logra.bench.harness import Cell, Ratio, Results, markdown_table, require_known
 from logra.memory.table import method_table, readable
 from logra.planner.options import METHODS
 
@@ -36,6 +36,10 @@ class Options:
     def __post_init__(self) -> None:
         require_known("methods", self.methods, METHODS)
         require_known("kinds", self.kinds, KINDS)
+
+
+CHECK = Options(methods=("logra", "adamw", "lora"), kinds=("process",), num_steps=1)
+"""The processes whose peaks `make bench-check` compares. One step: moments are made in it, beside the gradients."""
 
 
 def cells(options: Options) -> list[Cell]:
@@ -70,3 +74,16 @@ def table(results: Results) -> str:
     if profiles:
         parts.append(method_table(profiles, markdown=True))
     return "\n\n".join(parts)
+
+
+def ratios(results: Results) -> dict[str, Ratio]:
+    """Peak resident memory of the process of `logra`, as a share of that of every other method."""
+    (own,) = results.select(kind="process", method="logra")
+    return {
+        f"logra against {method}, peak resident memory": Ratio(
+            own["process_peak_bytes"] / other["process_peak_bytes"], "lower"
+        )
+        for method in METHODS
+        if method != "logra"
+        for other in results.select(kind="process", method=method)
+    }

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logra.bench.harness import Cell, Results, markdown_table, require_known
+from logra.bench.harness import Cell, Ratio, Results, markdown_table, require_known
 from logra.errors import ConfigError
 from logra.rl.default_model import default_model_path
 
@@ -46,6 +46,10 @@ class Options:
             raise ConfigError(f"num_repeats={self.num_repeats}: at least 1")
 
 
+CHECK = Options(shapes=("default",), num_repeats=2)
+"""The rollouts whose ratio `make bench-check` compares."""
+
+
 def cells(options: Options) -> list[Cell]:
     """Every shape with every alternative."""
     return [{"way": way, "shape": shape} for way in options.ways for shape in options.shapes]
@@ -57,34 +61,36 @@ def run_cell(cell: Cell, options: Options) -> dict[str, Any]:
     prompts = torch.randint(*_IDS, (NUM_PROMPTS, num_prompt), generator=torch.Generator().manual_seed(0))
     generate = _transformers(shares=False)
     with _vllm(num_prompt + num_new) if cell["way"] == "vllm" else nullcontext(_transformers(shares=True)) as other:
-        seconds = measure(
-            {"transformers_s": generate, f"{cell['way']}_s": other}, prompts, num_new, options.num_repeats
-        )
+        seconds = measure({"transformers": generate, cell["way"]: other}, prompts, num_new, options.num_repeats)
     return seconds | {"num_tokens": NUM_PROMPTS * NUM_SAMPLES * num_new}
 
 
 def measure(
     ways: dict[str, Callable[[Tensor, int], int]], prompts: Tensor, num_new: int, num_repeats: int
 ) -> dict[str, Any]:
-    """Seconds of rollouts, {name: [num_repeats]}, after one of each that is not counted.
+    """Seconds of rollouts, after one of each that is not counted.
 
     Args:
         ways: name -> function of prompts and the length of completions that returns how many tokens it made.
         prompts: int64 [prompts, tokens].
         num_new: tokens of a completion.
         num_repeats: rollouts of each way.
+
+    Returns:
+        For every name NAME_s, seconds that passed, and NAME_cpu_s, seconds that this process ran, [num_repeats] each.
     """
     expected = len(prompts) * NUM_SAMPLES * num_new
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    seconds: dict[str, list[float]] = {f"{name}{clock}": [] for name in ways for clock in ("_s", "_cpu_s")}
     for repeat in range(num_repeats + 1):
         for name, generate in ways.items():
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             num_tokens = generate(prompts, num_new)
-            elapsed = time.perf_counter() - start
+            elapsed, cpu_elapsed = time.perf_counter() - start, time.process_time() - cpu_start
             if num_tokens != expected:
                 raise RuntimeError(f"{name}: {num_tokens} tokens instead of {expected}")
             if repeat > 0:
-                seconds[name].append(elapsed)
+                seconds[f"{name}_s"].append(elapsed)
+                seconds[f"{name}_cpu_s"].append(cpu_elapsed)
     return seconds
 
 
@@ -150,3 +156,17 @@ def table(results: Results) -> str:
                 rows.append([f"{num_prompt} + {num_new}", title, *speeds, spread])
     header = ["tokens, prompt + completion", "way", "transformers, tokens/s", "this way, tokens/s", "times as fast"]
     return markdown_table(header, rows)
+
+
+def ratios(results: Results) -> dict[str, Ratio]:
+    """How many times as fast as plain transformers shared prompts are, by the seconds that the process ran."""
+    return {
+        f"shared prompts against transformers, {shape}": Ratio(
+            statistics.median(
+                before / after for before, after in zip(run["transformers_cpu_s"], run["shared_cpu_s"], strict=True)
+            ),
+            "higher",
+        )
+        for shape in SHAPES
+        for run in results.select(way="shared", shape=shape)
+    }

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from logra.bench.harness import Cell, Results, markdown_table, spread
+from logra.bench.harness import Cell, Ratio, Results, markdown_table, spread
 from logra.bench.transfer.alternatives import full_bytes, low_rank_bytes, sparse_delta
 from logra.bench.transfer.resample import QWEN_7B, SMOLLM2, Architecture, resampled
 from logra.errors import ConfigError
@@ -59,6 +59,12 @@ class Options:
             raise ConfigError(f"num_steps={self.num_steps}, num_repeats={self.num_repeats}: at least 1 each")
 
 
+CHECK = Options(num_steps=1, num_repeats=1)
+"""The run whose sizes `make bench-check` compares. Its first step is the same on any machine, up to rounding; later ones, of
+weights and samples that followed from it, are not.
+"""
+
+
 def cells(options: Options) -> list[Cell]:
     """One for each seed."""
     return [{"seed": seed} for seed in options.seeds]
@@ -68,7 +74,7 @@ def run_cell(cell: Cell, options: Options) -> dict[str, Any]:
     """Train, and measure the last step: {model: numbers}."""
     with tempfile.TemporaryDirectory(prefix="logra-bench-") as folder:
         train = [sys.executable, "-m", "logra.cli.main", "train", "--output-dir", f"{folder}/run"]
-        flags = ["--run.num-steps", str(options.num_steps), "--run.seed", str(cell["seed"])]
+        flags = ["--run.num-steps", str(options.num_steps), "--run.seed", str(cell["seed"]), "--num-heldout", "0"]
         subprocess.run([*train, *flags], check=True, stdout=subprocess.DEVNULL)
         log = DirectoryLog(f"{folder}/run/updates")
         update = log.read(log.latest())
@@ -145,6 +151,18 @@ def table(results: Results) -> str:
     for name in (SMOLLM2.name, QWEN_7B.name):
         header += [name, "smaller than full"]
     return "\n\n".join((markdown_table(header, rows), _ranks_table(large), _seconds_table(small)))
+
+
+def ratios(results: Results) -> dict[str, Ratio]:
+    """How many times as large as the packet the other ways are. Sizes only: they are the same on a busy machine."""
+    others = {"full_bytes": "full weights", "sparse_bytes": "sparse delta", "low_rank_bytes": "LoRA-sized factors"}
+    return {
+        f"{title} over packet, {model}": Ratio(found[key] / found["packet_bytes"], "higher")
+        for result in results.select()
+        for model, found in result.items()
+        for key, title in others.items()
+        if key in found
+    }
 
 
 def _size_and_ratio(runs: Sequence[dict[str, Any]], sizes: Sequence[int]) -> list[str]:

@@ -7,11 +7,12 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from logra.bench import harder_tasks, variants
+from logra.bench import harder_tasks, learning, variants
 from logra.bench.harness import Results
 from logra.bench.harness.results import Record
 from logra.bench.lab import training
 from logra.bench.lab.warm_start import supervised_batch
+from logra.cli.train import parse
 from logra.errors import ConfigError
 
 ALPHABET = ["<end>", *"0123456789+=", *"abcdefghijklmnopqrstuvwxyz ", "<unk>"]
@@ -101,6 +102,21 @@ def test_disturbance_is_the_kl_between_two_saved_models(tmp_path):
 def test_unknown_names_are_refused(benchmark, options):
     with pytest.raises(ConfigError, match=r"sgd|poetry"):
         benchmark.Options(**options)
+
+
+@pytest.mark.parametrize("arm", [*learning.ARMS, *variants.ARMS])
+def test_every_arm_is_a_run_that_logra_train_would_take(arm):
+    _, flags = (learning.ARMS | variants.ARMS)[arm]
+    assert parse(["--output-dir", "x", *flags, *harder_tasks.task_flags("two_digits")]).prices_steps == (
+        arm.startswith(("logra", "paper")) or arm.endswith("-kl")
+    )
+
+
+def test_the_paper_gets_the_budget_of_the_default_run():
+    paper = parse(["--output-dir", "x", *variants.ARMS["paper-r80"][1]])
+    default = parse(["--output-dir", "x"])
+    for step in (0, 4, 8, 20):
+        assert paper.trust.budget_at(step) == default.trust.budget_at(step)
 
 
 def test_tasks_are_shown_one_after_the_other():

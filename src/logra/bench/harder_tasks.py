@@ -45,15 +45,21 @@ def cells(options: Options) -> list[Cell]:
 
 def run_cell(cell: Cell, options: Options) -> dict[str, Any]:
     """Make the warm start where the task needs one, train, and keep the results and the curves."""
-    flags, seed = ARMS[cell["arm"]][1], cell["seed"]
-    if cell["task"] == "products":
-        return training.run([*flags, "--task", "products"], seed=seed)
+    flags, seed = [*ARMS[cell["arm"]][1], *task_flags(cell["task"])], cell["seed"]
+    if cell["task"] != "two_digits":
+        return training.run(flags, seed=seed)
     from logra.bench.lab.warm_start import warm_start
 
-    task = [word for name, value in TWO_DIGITS.items() for word in (f"--task-options.{name}", str(value))]
     with tempfile.TemporaryDirectory() as folder:
         warm_start(Path(folder), "chain_sum", TWO_DIGITS, seed=seed)
-        return training.run([*flags, *task], seed=seed, model=Path(folder))
+        return training.run(flags, seed=seed, model=Path(folder))
+
+
+def task_flags(task: str) -> list[str]:
+    """The flags of `logra train` that choose a task of `TASKS`; the default model, or the warm start, is chosen apart."""
+    if task == "two_digits":
+        return [word for name, value in TWO_DIGITS.items() for word in (f"--task-options.{name}", str(value))]
+    return ["--task", task]
 
 
 def table(results: Results) -> str:

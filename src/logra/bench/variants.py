@@ -8,11 +8,13 @@ from typing import Any
 
 from logra.bench.harness import Cell, Results, require_known
 from logra.bench.lab import training
+from logra.rl.config import preset
 
 EQUAL_KL = ("--use-trust", "true", "--trust.alpha-max", "1e6")
 """The KL budget of the default run, whatever the learning rate: it sets the direction's length before it is scaled."""
-PAPER = ("--method", "paper", "--trust.kl-budget", "0.03", "--trust.kl-budget-final", "0.01", "--trust.schedule-steps", "15",
-         "--trust.alpha-max", "1e6")  # fmt: skip
+_TRUST = preset("logra")["trust"]
+_PAPER = ("--method", "paper", "--trust.kl-budget", f"{_TRUST.kl_budget:g}", "--trust.kl-budget-final",
+          f"{_TRUST.kl_budget_final:g}", "--trust.schedule-steps", f"{_TRUST.schedule_steps}", "--trust.alpha-max", "1e6")  # fmt: skip
 ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "adamw-1e-5": ("dense AdamW, lr 1e-5", ("--method", "adamw", "--adamw.lr", "1e-5")),
     "adamw-1e-4": ("dense AdamW, lr 1e-4", ("--method", "adamw", "--adamw.lr", "1e-4")),
@@ -23,8 +25,8 @@ ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "galore-1e-3": ("GaLore, rank 64, lr 1e-3", ("--method", "galore", "--galore.lr", "1e-3")),
     "apollo-3e-5": ("APOLLO, rank 64, lr 3e-5", ("--method", "apollo", "--apollo.lr", "3e-5")),
     "apollo-3e-4": ("APOLLO, rank 64, lr 3e-4", ("--method", "apollo", "--apollo.lr", "3e-4")),
-    "paper-r80": ("`paper`, rank 80, KL 0.03 to 0.01", (*PAPER, "--logra.rank", "80")),
-    "paper-r320": ("`paper`, rank 320, KL 0.03 to 0.01", (*PAPER, "--logra.rank", "320")),
+    "paper-r80": ("`paper`, rank 80, KL per step of `logra`", (*_PAPER, "--logra.rank", "80")),
+    "paper-r320": ("`paper`, rank 320, KL per step of `logra`", (*_PAPER, "--logra.rank", "320")),
     "adamw-kl": ("dense AdamW, KL per step of `logra`", ("--method", "adamw", *EQUAL_KL)),
     "lora-kl": ("LoRA, rank 16, KL per step of `logra`", ("--method", "lora", *EQUAL_KL)),
     "galore-kl": ("GaLore, rank 64, KL per step of `logra`", ("--method", "galore", *EQUAL_KL)),

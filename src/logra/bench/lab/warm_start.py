@@ -11,7 +11,7 @@ from logra.rl.default_model import default_model_path
 from logra.rl.evaluate import encode_prompt
 from logra.rl.tasks import Row, load_task
 
-NUM_BATCHES, BATCH_SIZE, LR = 12, 16, 2e-5
+NUM_BATCHES, BATCH_SIZE, LR = 16, 16, 1e-4
 
 
 def warm_start(folder: Path, task: str, task_options: dict[str, Any], *, seed: int) -> None:

@@ -112,11 +112,14 @@ def test_every_arm_is_a_run_that_logra_train_would_take(arm):
     )
 
 
-def test_the_paper_gets_the_budget_of_the_default_run():
-    paper = parse(["--output-dir", "x", *variants.ARMS["paper-r80"][1]])
-    default = parse(["--output-dir", "x"])
+def test_steps_of_equal_kl_have_one_budget_for_all_methods():
+    configs = [
+        parse(["--output-dir", "x", *flags]) for name, (_, flags) in variants.ARMS.items() if name.endswith("-kl")
+    ]
+    assert {config.method for config in configs} == {"logra", "adamw", "lora", "galore", "apollo"}
     for step in (0, 4, 8, 20):
-        assert paper.trust.budget_at(step) == default.trust.budget_at(step)
+        assert len({config.trust.budget_at(step) for config in configs}) == 1
+    assert not any(config.logra.coherence_scaling for config in configs)
 
 
 def test_tasks_are_shown_one_after_the_other():

@@ -31,6 +31,8 @@ CONFIGS = {
     "one_sided-spectral": {"sketch": "one_sided", "direction": "spectral", "momentum": 0.9, "refresh_every": 3},
     "eight-bits": {"factor_bits": 8},
     "decay": {"weight_decay": 0.5},
+    "coherent": {"coherence_scaling": True},
+    "coherent-scaled": {"coherence_scaling": True, "input_scaling": True},
 }  # fmt: skip
 
 

@@ -140,7 +140,7 @@ def test_the_plain_form_holds_no_objects():
     check(plain)
     assert plain["run"]["report_to"] == ["trackio"]
     assert "trust" not in plain["logra"]
-    assert plain["trust"]["kl_budget"] == 0.03
+    assert plain["trust"]["kl_budget"] == 0.1
 
 
 ROLLS_BACK = GuardsConfig(sentinels=Sentinels(entropy_floor=Rule(threshold=0.1, action="rollback")))

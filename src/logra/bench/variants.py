@@ -1,4 +1,4 @@
-"""Other settings of the methods on the default run: learning rates, ranks, and every method at the same KL per step.
+"""Other settings of the methods on the default run: learning rates, ranks, and every method at equal KL per step.
 
 A cell is one whole run, as in `logra bench learning`, whose table has the setting of each method that did best.
 """
@@ -8,13 +8,10 @@ from typing import Any
 
 from logra.bench.harness import Cell, Results, require_known
 from logra.bench.lab import training
-from logra.rl.config import preset
 
-EQUAL_KL = ("--use-trust", "true", "--trust.alpha-max", "1e6")
-"""The KL budget of the default run, whatever the learning rate: it sets the direction's length before it is scaled."""
-_TRUST = preset("logra")["trust"]
-_PAPER = ("--method", "paper", "--trust.kl-budget", f"{_TRUST.kl_budget:g}", "--trust.kl-budget-final",
-          f"{_TRUST.kl_budget_final:g}", "--trust.schedule-steps", f"{_TRUST.schedule_steps}", "--trust.alpha-max", "1e6")  # fmt: skip
+KL = ("--trust.kl-budget", "0.03", "--trust.kl-budget-final", "0.01", "--trust.schedule-steps", "15",
+      "--trust.alpha-max", "1e6")  # fmt: skip
+"""The same KL for the steps of all methods; a learning rate only sets the length of the proposal, which is then scaled."""
 ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "adamw-1e-5": ("dense AdamW, lr 1e-5", ("--method", "adamw", "--adamw.lr", "1e-5")),
     "adamw-1e-4": ("dense AdamW, lr 1e-4", ("--method", "adamw", "--adamw.lr", "1e-4")),
@@ -25,12 +22,13 @@ ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "galore-1e-3": ("GaLore, rank 64, lr 1e-3", ("--method", "galore", "--galore.lr", "1e-3")),
     "apollo-3e-5": ("APOLLO, rank 64, lr 3e-5", ("--method", "apollo", "--apollo.lr", "3e-5")),
     "apollo-3e-4": ("APOLLO, rank 64, lr 3e-4", ("--method", "apollo", "--apollo.lr", "3e-4")),
-    "paper-r80": ("`paper`, rank 80, KL per step of `logra`", (*_PAPER, "--logra.rank", "80")),
-    "paper-r320": ("`paper`, rank 320, KL per step of `logra`", (*_PAPER, "--logra.rank", "320")),
-    "adamw-kl": ("dense AdamW, KL per step of `logra`", ("--method", "adamw", *EQUAL_KL)),
-    "lora-kl": ("LoRA, rank 16, KL per step of `logra`", ("--method", "lora", *EQUAL_KL)),
-    "galore-kl": ("GaLore, rank 64, KL per step of `logra`", ("--method", "galore", *EQUAL_KL)),
-    "apollo-kl": ("APOLLO, rank 64, KL per step of `logra`", ("--method", "apollo", *EQUAL_KL)),
+    "paper-r80": ("`paper`, rank 80, equal KL", ("--method", "paper", *KL, "--logra.rank", "80")),
+    "paper-r320": ("`paper`, rank 320, equal KL", ("--method", "paper", *KL, "--logra.rank", "320")),
+    "logra-kl": ("`logra`, rank 16, equal KL", ("--method", "logra", "--logra.coherence-scaling", "false", *KL)),
+    "adamw-kl": ("dense AdamW, equal KL", ("--method", "adamw", "--use-trust", "true", *KL)),
+    "lora-kl": ("LoRA, rank 16, equal KL", ("--method", "lora", "--use-trust", "true", *KL)),
+    "galore-kl": ("GaLore, rank 64, equal KL", ("--method", "galore", "--use-trust", "true", *KL)),
+    "apollo-kl": ("APOLLO, rank 64, equal KL", ("--method", "apollo", "--use-trust", "true", *KL)),
 }
 """Name of an arm: its title in tables, and its flags. Sketches of `paper` at rank 80 are as large as sketches and momentum of
 `logra` at rank 16 on a square weight, 80 out = 16 (out + 2 in) + 16 (out + in); at rank 320 four times as large."""

@@ -32,6 +32,9 @@ class Config:
     """one_sided row_adam: rescale each layer's direction to the norm of its sketch (the paper does)."""
     momentum: float = 0.9
     """β of the momentum, 0 turns it off. one_sided needs refresh_every >= 2 for it."""
+    coherence_scaling: bool = False
+    """Shorten each step, and the KL it is allowed, by how far successive gradients agree (`logra.optim.coherence`). Needs
+    two_sided and momentum."""
     refresh_every: int = 1
     """Updates between two draws of the projections."""
     target_modules: str | Sequence[str] = DEFAULT_TARGETS
@@ -95,6 +98,12 @@ class Config:
             raise ConfigError(
                 f"momentum={self.momentum!r} with sketch='one_sided' and refresh_every=1: the average of sketches needs "
                 f"projections that are held. Set refresh_every (20, say) or momentum=0."
+            )
+
+        if self.coherence_scaling and (one_sided or self.momentum == 0):
+            raise ConfigError(
+                f"coherence_scaling=True compares the momentum with the gradients: it needs sketch='two_sided' (here "
+                f"{self.sketch!r}) and momentum above 0 (here {self.momentum!r})"
             )
 
     @classmethod

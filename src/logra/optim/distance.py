@@ -33,6 +33,7 @@ class ProposedStep:
         frames: outlines of all targets that move.
         owner_of: the process that has each of them.
         scale: factor that makes ‖ΔW‖_F / ‖W‖_F equal to `lr`; 0 if nothing would move.
+        share: of its length that the step takes, in (0, 1]; of its KL it takes the square.
     """
 
     config: Config
@@ -42,6 +43,7 @@ class ProposedStep:
     frames: Mapping[str, Frame]
     owner_of: Mapping[str, int]
     scale: float
+    share: float = 1.0
 
     def decay(self, alpha: float) -> float:
         """Factor of the weights under decoupled weight decay, for a step of `alpha` times the length.
@@ -99,8 +101,8 @@ class ProposedStep:
         with phase("probe"):
             decision = trust.predict(model, probe, deltas, step=self.version, mismatch=mismatch, dense=dense)
         del proposals, deltas  # the rounded ones take their place
-        measured = {"predicted_kl": decision.predicted_kl, "kl_budget": decision.budget}
-        alpha = decision.alpha
+        budget, alpha = self.share**2 * decision.budget, self.share * decision.alpha
+        measured = {"predicted_kl": decision.predicted_kl, "kl_budget": budget}
         for attempt in range(_MAX_ATTEMPTS):
             updates = self.rounded(alpha, attempt)
             deltas = Deltas({modules[fqn]: updates[fqn].delta for fqn in moving})
@@ -109,7 +111,7 @@ class ProposedStep:
                     model,
                     probe,
                     deltas,
-                    budget=decision.budget,
+                    budget=budget,
                     attempt=attempt,
                     dense={parameter: alpha * displacement for parameter, displacement in dense.items()},
                 )

@@ -125,6 +125,13 @@ def scaled_signs(signs: SignFactor, rank: int, width: int, exponents: Tensor | N
     return matrix if exponents is None else torch.ldexp(matrix, exponents)
 
 
+def momentum_norm_squared(state: dict[str, Any]) -> Tensor:
+    """‖M‖²_F of the two-sided momentum in a next state, without input scales, fp32 scalar."""
+    in_factor, exponents = state["momentum_in"], state.get("moment_exponents")  # the out factor is orthonormal
+    unscaled = in_factor if exponents is None else torch.ldexp(in_factor, -exponents)
+    return unscaled.double().square().sum().float()
+
+
 def gradient_two_sided(on_in: Tensor, on_out: Tensor, out_signs: SignFactor, exponents: Tensor | None) -> LayerGradient:
     """Ĝ diag(s) = Q R from S = G diag(s) Aᵀ and T = B G."""
     if exponents is not None:

@@ -1,7 +1,7 @@
 """How long a step is before anything scales it: ‖ΔW‖_F / ‖W‖_F over all targets equals `lr`."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from logra.contracts import Delta
 from logra.errors import LograError
 from logra.optim import exchange
+from logra.optim.layer import Proposal, momentum_norm_squared
 from logra.sketch.targets import Target
 
 
@@ -32,6 +33,18 @@ def weight_norm(targets: Sequence[Target]) -> Tensor:
 def update_norm(deltas: Iterable[Delta]) -> Tensor:
     """‖ΔW‖_F over all targets, fp32 scalar."""
     return torch.stack([delta.norm_squared() for delta in deltas]).sum().sqrt()
+
+
+def momentum_norm(own: Mapping[str, Proposal], fqns: Sequence[str], device: torch.device) -> float:
+    """‖M‖_F over all targets that move, the same on every process.
+
+    Args:
+        own: proposals of this process's targets, with their next two-sided momentum.
+        fqns: of all targets that move.
+        device: of the proposals.
+    """
+    squares = {fqn: momentum_norm_squared(proposal.state) for fqn, proposal in own.items()}
+    return exchange.numbers_of_all(squares, fqns, device).sum().sqrt().item()
 
 
 def step_scale(lr: float, weight_norm: Tensor, update_norm: Tensor) -> float:

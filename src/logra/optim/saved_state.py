@@ -64,6 +64,7 @@ class SavedState(torch.optim.Optimizer):
             for parameter in self.param_groups[1]["params"]:
                 self.state.pop(parameter, None)
             self._non_targets.adamw.state.clear()
+        self.param_groups[0]["coherence"] = [0, 0.0]
         self._share = None
         if version is not None:
             self.param_groups[0]["version"] = version

@@ -60,6 +60,7 @@ def parameter_groups(
             "settings": state.binding_settings(config),
             "version": 0,
             "num_skipped": 0,
+            "coherence": [0, 0.0],
         }
     ]
     if dense:

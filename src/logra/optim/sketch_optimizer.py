@@ -27,6 +27,7 @@ from logra.errors import ConfigError, NonFiniteProbeError, ProbeError
 from logra.hashing import derive_key
 from logra.merge_rule import MergeRule
 from logra.optim import exchange, gradients, input_scaling, length, merging, ownership, setup
+from logra.optim.coherence import Coherence
 from logra.optim.config import Config
 from logra.optim.distance import ProposedStep
 from logra.optim.layer import Proposal
@@ -245,6 +246,12 @@ class SketchOptimizer(SavedState):
         weight_norm = length.weight_norm(self.targets)
         squares = {fqn: proposal.delta().norm_squared() for fqn, proposal in proposals.items()}
         proposed_norm = exchange.numbers_of_all(squares, list(norms), norm.device).sum().sqrt()
+        clipped_norm = norm_value if shrink is None else norm_value * shrink.item()
+        coherence = Coherence(*self.param_groups[0]["coherence"]).after(clipped_norm)
+        share = 1.0
+        if self.config.coherence_scaling:
+            share = coherence.of(length.momentum_norm(proposals, list(norms), norm.device), self.config.momentum)
+            self._diagnostics["coherence"] = share
         lr = self.param_groups[0]["lr"]
         step = ProposedStep(
             config=self.config,
@@ -254,6 +261,7 @@ class SketchOptimizer(SavedState):
             frames=window.frames,
             owner_of=window.owner_of,
             scale=length.step_scale(lr, weight_norm, proposed_norm),
+            share=share,
         )
         # Without a trust region nothing needs to know the inner AdamW's step before it is taken.
         dense_step = self._non_targets.propose(self._dense_lr, shrink) if self.config.trust is not None else None
@@ -287,6 +295,7 @@ class SketchOptimizer(SavedState):
         trust, priced = self.config.trust, "alpha" in self._diagnostics
         snapshot = trust.snapshot(self.model, self._probe) if trust is not None and priced else None
         update = self._commit(moving, proposals, updates, dense_step)
+        self.param_groups[0]["coherence"] = [coherence.num_updates, coherence.mean_square]
         if trust is not None and snapshot is not None:
             self._diagnostics["merged_kl"] = trust.merged_kl(self.model, self._probe, snapshot)
         return update, None
@@ -307,7 +316,7 @@ class SketchOptimizer(SavedState):
         dense = {} if dense_step is None else dense_step.displacements
         if trust is None or (step.scale == 0 and not dense):
             # A learning rate of 0 (the first step of a warm-up) moves no weight: there is nothing to price.
-            return step.rounded(1.0, attempt=0)
+            return step.rounded(step.share, attempt=0)
         if self._probe is None and distributed.num_processes() == 1:
             raise ProbeError("the trust region needs a probe: call set_probe(...) before every step()")
         updates, measured = step.within(

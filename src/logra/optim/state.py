@@ -44,7 +44,9 @@ def live_share() -> Share:
 
 def binding_settings(config: Config) -> dict[str, Any]:
     """The settings that must be the same where the state is loaded, as plain scalars."""
-    return {name: getattr(config, name) for name in _BINDING} | {"has_momentum": config.momentum > 0}
+    settings = {name: getattr(config, name) for name in _BINDING} | {"has_momentum": config.momentum > 0}
+    # The average of gradient norms begins with the momentum: it cannot join later.
+    return settings | ({"coherence_scaling": True} if config.coherence_scaling else {})
 
 
 def check_share(group: Mapping[str, Any]) -> None:

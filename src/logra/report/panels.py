@@ -83,6 +83,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
     "Update": (
         _single("Relative update", "‖ΔW‖ / ‖W‖", "optim/update_ratio", log=True),
         _single("Gradient norm", "norm of the sketched gradient", "optim/grad_norm"),
+        _single("Coherence of successive gradients", "share of a step's length", "optim/coherence"),
         Panel(
             title="Direction against the dense gradient",
             unit="cosine",

@@ -24,6 +24,7 @@ DIAGNOSTIC_NAMES = {
     "kl_budget": "trust/budget",
     "grad_norm": "optim/grad_norm",
     "update_ratio": "optim/update_ratio",
+    "coherence": "optim/coherence",
 }
 """Keys of `SketchOptimizer.diagnostics()` and the metrics they are logged as."""
 

@@ -80,7 +80,10 @@ def test_values_that_are_not_allowed(build, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"method": "adamw", "logra": logra.Config(lr=1e-4, rank=8)}, "logra (rank=8) was set.*method=adamw"),
+        (
+            {"method": "adamw", "logra": logra.Config(lr=1e-4, rank=8, coherence_scaling=True)},
+            "logra (rank=8) was set.*method=adamw",
+        ),
         ({"method": "adamw", "lora": LoraConfig(rank=8)}, "lora (rank=8) was set.*method=adamw"),
         ({"method": "lora", "adamw": AdamWConfig(lr=1.0)}, "adamw (lr=1.0) was set.*method=lora"),
         ({"method": "galore", "apollo": ApolloConfig(rank=8)}, "apollo (rank=8) was set.*method=galore"),

@@ -115,6 +115,7 @@ def test_a_longer_run_continues_a_finished_one(run, tmp_path):
 @pytest.mark.parametrize(
     "settings",
     [
+        {"logra": logra.Config(lr=1e-3, rank=4, coherence_scaling=True)},
         {"logra": logra.Config(lr=1e-3, rank=4, weight_storage="split32")},
         {"logra": logra.Config(lr=1e-3, rank=4, weight_storage="split24")},
         {"logra": logra.Config(lr=1e-3, rank=4, non_target="adamw")},

@@ -113,9 +113,9 @@ def test_every_arm_is_a_run_that_logra_train_would_take(arm):
 
 
 def test_steps_of_equal_kl_have_one_budget_for_all_methods():
-    configs = [
-        parse(["--output-dir", "x", *flags]) for name, (_, flags) in variants.ARMS.items() if name.endswith("-kl")
-    ]
+    arms = {name: flags for name, (_, flags) in variants.ARMS.items() if name.endswith("-kl")}
+    arms["logra"] = learning.ARMS["logra-schedule"][1]
+    configs = [parse(["--output-dir", "x", *flags]) for flags in arms.values()]
     assert {config.method for config in configs} == {"logra", "adamw", "lora", "galore", "apollo"}
     for step in (0, 4, 8, 20):
         assert len({config.trust.budget_at(step) for config in configs}) == 1

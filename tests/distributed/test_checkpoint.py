@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 CASES = {
     "momentum and adamw": {"non_target": "adamw", "input_scaling": True, "direction": "factored"},
     "split32": {"weight_storage": "split32", "sketch": "one_sided", "direction": "row_adam", "refresh_every": 3},
-    "split24": {"weight_storage": "split24"},
+    "split24": {"weight_storage": "split24", "coherence_scaling": True},
 }
 
 

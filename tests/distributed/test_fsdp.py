@@ -27,6 +27,7 @@ CASES = {
     "two_sided": {},
     "one_sided": {"sketch": "one_sided", "side": "auto", "direction": "row_adam", "momentum": 0.0},
     "input_scaling": {"input_scaling": True, "direction": "factored"},
+    "coherence": {"coherence_scaling": True},
     "trust": {"trust": True},
 }
 

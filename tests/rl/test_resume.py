@@ -126,7 +126,7 @@ def test_a_longer_run_continues_a_finished_one(run, tmp_path):
         pytest.param({"method": "galore", "galore": GaLoreConfig(rank=4, lr=1e-2, update_proj_gap=2)}, marks=OPTIONAL),
         pytest.param({"method": "apollo", "apollo": ApolloConfig(rank=4, lr=1e-2, update_proj_gap=2)}, marks=OPTIONAL),
     ],
-    ids=["split32", "split24", "non_target", "one_sided", "priced", "galore", "apollo"],
+    ids=["coherence", "split32", "split24", "non_target", "one_sided", "priced", "galore", "apollo"],
 )  # fmt: skip
 def test_every_state_of_the_optimizer_comes_back(run, settings):
     whole, _ = run("whole", **settings)

@@ -11,9 +11,13 @@ from logra.bench.harness import Cell, Results, require_known
 from logra.bench.harness.figures import plot_runs, svg
 from logra.bench.lab import training
 
+SCHEDULE = ("--logra.coherence-scaling", "false", "--trust.kl-budget", "0.03", "--trust.kl-budget-final", "0.01",
+            "--trust.schedule-steps", "15")  # fmt: skip
+"""A KL per step that does not ask how far gradients agree."""
 ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "logra": ("`logra` (two-sided, spectral, momentum 0.9, rank 16)", ("--method", "logra")),
-    "logra-r32": ("`logra`, rank 32", ("--method", "logra", "--logra.rank", "32")),
+    "logra-schedule": ("`logra`, KL 0.03 to 0.01 for every step", ("--method", "logra", *SCHEDULE)),
+    "logra-r32": ("the same, rank 32", ("--method", "logra", "--logra.rank", "32", *SCHEDULE)),
     "adamw": ("dense AdamW, lr 3e-5", ("--method", "adamw")),
     "lora": ("LoRA, all linear, rank 16, lr 3e-4", ("--method", "lora")),
     "galore": ("GaLore, rank 64, lr 3e-4", ("--method", "galore")),

@@ -11,7 +11,7 @@ from logra.bench.lab import training
 
 KL = ("--trust.kl-budget", "0.03", "--trust.kl-budget-final", "0.01", "--trust.schedule-steps", "15",
       "--trust.alpha-max", "1e6")  # fmt: skip
-"""The same KL for the steps of all methods; a learning rate only sets the length of the proposal, which is then scaled."""
+"""The KL per step of `logra-schedule` in `logra bench learning`; a learning rate only sets the length that is then scaled."""
 ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "adamw-1e-5": ("dense AdamW, lr 1e-5", ("--method", "adamw", "--adamw.lr", "1e-5")),
     "adamw-1e-4": ("dense AdamW, lr 1e-4", ("--method", "adamw", "--adamw.lr", "1e-4")),
@@ -24,7 +24,6 @@ ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "apollo-3e-4": ("APOLLO, rank 64, lr 3e-4", ("--method", "apollo", "--apollo.lr", "3e-4")),
     "paper-r80": ("`paper`, rank 80, equal KL", ("--method", "paper", *KL, "--logra.rank", "80")),
     "paper-r320": ("`paper`, rank 320, equal KL", ("--method", "paper", *KL, "--logra.rank", "320")),
-    "logra-kl": ("`logra`, rank 16, equal KL", ("--method", "logra", "--logra.coherence-scaling", "false", *KL)),
     "adamw-kl": ("dense AdamW, equal KL", ("--method", "adamw", "--use-trust", "true", *KL)),
     "lora-kl": ("LoRA, rank 16, equal KL", ("--method", "lora", "--use-trust", "true", *KL)),
     "galore-kl": ("GaLore, rank 64, equal KL", ("--method", "galore", "--use-trust", "true", *KL)),

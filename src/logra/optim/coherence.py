@@ -4,10 +4,12 @@ A spectral step has the same length, and from a trust region the same KL, whethe
 the few of a batch in which hardly a group has a signal. What tells signal from noise is the momentum: gradients that agree
 add up in M, gradients that do not cancel. Adam's m / sqrt(v), as one number for all weights:
 
-    coherence = min(1, ‖M‖_F / (1 - βᵗ) / sqrt(v / (1 - β₂ᵗ))),   v <- β₂ v + (1 - β₂) ‖Ĝ‖²_F,   β₂ = 0.99
+    coherence = min(1, ‖M̂‖_F / sqrt(v / (1 - β₂ᵗ))),   v <- β₂ v + (1 - β₂) ‖Ĝ‖²_F,   β₂ = 0.99
 
-It is 1 in the first step, stays 1 for gradients that are all equal, and falls to sqrt((1 - β) / (1 + β)) for gradients that
-have nothing in common: 0.23 at β = 0.9.
+over the targets that move, where M̂ is M / (1 - βⁿ) of each target, n its own updates: an expert that tokens seldom reach has
+fewer than others. The coherence is 1 in the first step, stays 1 for gradients that are all equal, and falls to
+sqrt((1 - β) / (1 + β)) for gradients that have nothing in common: 0.23 at β = 0.9. Where gradients have a higher rank than the
+momentum keeps, it is lower: equal ones lose something too, and those with nothing in common are left with 1 - β, the last one.
 """
 
 import math
@@ -33,12 +35,10 @@ class Coherence:
         mean_square = BETA2 * self.mean_square + (1 - BETA2) * gradient_norm**2
         return Coherence(self.num_updates + 1, mean_square)
 
-    def of(self, momentum_norm: float, beta: float) -> float:
+    def of(self, mean_norm: float) -> float:
         """The coherence, in (0, 1].
 
         Args:
-            momentum_norm: ‖M‖_F over all targets, of the momentum that began with the average.
-            beta: β, decay of the momentum.
+            mean_norm: ‖M̂‖_F over all targets that move.
         """
-        mean_square = self.mean_square / (1 - BETA2**self.num_updates)
-        return min(1.0, momentum_norm / (1 - beta**self.num_updates) / math.sqrt(mean_square))
+        return min(1.0, mean_norm / math.sqrt(self.mean_square / (1 - BETA2**self.num_updates)))

@@ -125,11 +125,16 @@ def scaled_signs(signs: SignFactor, rank: int, width: int, exponents: Tensor | N
     return matrix if exponents is None else torch.ldexp(matrix, exponents)
 
 
-def momentum_norm_squared(state: dict[str, Any]) -> Tensor:
-    """‖M‖²_F of the two-sided momentum in a next state, without input scales, fp32 scalar."""
+def mean_gradient_norm(state: dict[str, Any], beta: float) -> Tensor:
+    """‖M̂‖_F = ‖M‖_F / (1 - βⁿ) of the two-sided momentum in a next state, without input scales, fp32 scalar.
+
+    Args:
+        state: with the momentum M of n updates.
+        beta: β, decay of the momentum.
+    """
     in_factor, exponents = state["momentum_in"], state.get("moment_exponents")  # the out factor is orthonormal
     unscaled = in_factor if exponents is None else torch.ldexp(in_factor, -exponents)
-    return unscaled.double().square().sum().float()
+    return (torch.linalg.vector_norm(unscaled, dtype=torch.float64) / (1 - beta ** state["step"])).float()
 
 
 def gradient_two_sided(on_in: Tensor, on_out: Tensor, out_signs: SignFactor, exponents: Tensor | None) -> LayerGradient:

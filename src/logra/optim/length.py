@@ -9,7 +9,7 @@ from torch import Tensor
 from logra.contracts import Delta
 from logra.errors import LograError
 from logra.optim import exchange
-from logra.optim.layer import Proposal, momentum_norm_squared
+from logra.optim.layer import Proposal, mean_gradient_norm
 from logra.sketch.targets import Target
 
 
@@ -35,16 +35,22 @@ def update_norm(deltas: Iterable[Delta]) -> Tensor:
     return torch.stack([delta.norm_squared() for delta in deltas]).sum().sqrt()
 
 
-def momentum_norm(own: Mapping[str, Proposal], fqns: Sequence[str], device: torch.device) -> float:
-    """‖M‖_F over all targets that move, the same on every process.
+def mean_norm(own: Mapping[str, Proposal], fqns: Sequence[str], beta: float, device: torch.device) -> float:
+    """‖M̂‖_F over all targets that move, the same on every process.
 
     Args:
         own: proposals of this process's targets, with their next two-sided momentum.
         fqns: of all targets that move.
+        beta: β, decay of the momentum.
         device: of the proposals.
     """
-    squares = {fqn: momentum_norm_squared(proposal.state) for fqn, proposal in own.items()}
-    return exchange.numbers_of_all(squares, fqns, device).sum().sqrt().item()
+    norms = {fqn: mean_gradient_norm(proposal.state, beta) for fqn, proposal in own.items()}
+    return norm_over_targets(exchange.numbers_of_all(norms, fqns, device))
+
+
+def norm_over_targets(norms: Tensor) -> float:
+    """The norm over all targets from that of each, fp32 [targets]; in fp64, as their squares may leave the range of fp32."""
+    return torch.linalg.vector_norm(norms, dtype=torch.float64).item()
 
 
 def step_scale(lr: float, weight_norm: Tensor, update_norm: Tensor) -> float:

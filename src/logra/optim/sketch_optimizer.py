@@ -246,11 +246,13 @@ class SketchOptimizer(SavedState):
         weight_norm = length.weight_norm(self.targets)
         squares = {fqn: proposal.delta().norm_squared() for fqn, proposal in proposals.items()}
         proposed_norm = exchange.numbers_of_all(squares, list(norms), norm.device).sum().sqrt()
-        clipped_norm = norm_value if shrink is None else norm_value * shrink.item()
-        coherence = Coherence(*self.param_groups[0]["coherence"]).after(clipped_norm)
+        # As the momentum: clipped, and of the targets alone.
+        target_norm = length.norm_over_targets(torch.stack(list(norms.values())))
+        target_norm *= 1.0 if shrink is None else shrink.item()
+        coherence = Coherence(*self.param_groups[0]["coherence"]).after(target_norm)
         share = 1.0
         if self.config.coherence_scaling:
-            share = coherence.of(length.momentum_norm(proposals, list(norms), norm.device), self.config.momentum)
+            share = coherence.of(length.mean_norm(proposals, list(norms), self.config.momentum, norm.device))
             self._diagnostics["coherence"] = share
         lr = self.param_groups[0]["lr"]
         step = ProposedStep(
@@ -294,7 +296,7 @@ class SketchOptimizer(SavedState):
                 shards.local(grad).mul_(shrink)
         trust, priced = self.config.trust, "alpha" in self._diagnostics
         snapshot = trust.snapshot(self.model, self._probe) if trust is not None and priced else None
-        update = self._commit(moving, proposals, updates, dense_step)
+        update = self._commit(moving, proposals, updates, dense_step, share)
         self.param_groups[0]["coherence"] = [coherence.num_updates, coherence.mean_square]
         if trust is not None and snapshot is not None:
             self._diagnostics["merged_kl"] = trust.merged_kl(self.model, self._probe, snapshot)
@@ -336,6 +338,7 @@ class SketchOptimizer(SavedState):
         proposals: Mapping[str, Proposal],
         updates: dict[str, LowRankUpdate],
         dense_step: DenseProposal | None,
+        share: float,
     ) -> PolicyUpdate:
         shards.reshard(self.model)  # what the probe gathered is about to change
         for target in moving:
@@ -348,7 +351,7 @@ class SketchOptimizer(SavedState):
         for target in moving:
             if target.fqn in proposals:
                 self.state[target.parameter].update(proposals[target.fqn].state)
-        tensors = self._step_non_targets(dense_step)
+        tensors = self._step_non_targets(dense_step, share)
         if self.config.input_scaling:
             refresh = (self.version + 1) % self.config.refresh_every == 0
             input_scaling.update_scales(self._capture, moving, self.state, refresh=refresh)
@@ -396,11 +399,11 @@ class SketchOptimizer(SavedState):
         """Learning rate of the inner AdamW; 0 if there is none."""
         return self.param_groups[1]["lr"] if self._non_targets.adamw is not None else 0.0
 
-    def _step_non_targets(self, proposed: DenseProposal | None) -> dict[str, Tensor]:
+    def _step_non_targets(self, proposed: DenseProposal | None, share: float) -> dict[str, Tensor]:
         if self._non_targets.adamw is None:
             return {}
         if proposed is None:
-            changed = self._non_targets.step(self._dense_lr)
+            changed = self._non_targets.step(share * self._dense_lr)
         else:
             changed = self._non_targets.commit(proposed, self._diagnostics.get("alpha", 1.0))
         self.state.update(self._non_targets.adamw.state)

@@ -8,8 +8,8 @@ add up in M, gradients that do not cancel. Adam's m / sqrt(v), as one number for
 
 over the targets that move, where M̂ is M / (1 - βⁿ) of each target, n its own updates: an expert that tokens seldom reach has
 fewer than others. The coherence is 1 in the first step, stays 1 for gradients that are all equal, and falls to
-sqrt((1 - β) / (1 + β)) for gradients that have nothing in common: 0.23 at β = 0.9. Where gradients have a higher rank than the
-momentum keeps, it is lower: equal ones lose something too, and those with nothing in common are left with 1 - β, the last one.
+sqrt((1 - β) / (1 + β)) for gradients that have nothing in common: 0.23 at β = 0.9. Where gradients have a higher rank than
+the momentum keeps, it is lower: equal ones lose something too, and those with nothing in common are left with about 1 - β.
 """
 
 import math

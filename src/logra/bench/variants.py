@@ -13,6 +13,7 @@ KL = ("--trust.kl-budget", "0.03", "--trust.kl-budget-final", "0.01", "--trust.s
       "--trust.alpha-max", "1e6")  # fmt: skip
 """The KL per step of `logra-schedule` in `logra bench learning`; a learning rate only sets the length that is then scaled."""
 ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "logra-m8": ("`logra`, momentum 0.8", ("--method", "logra", "--logra.momentum", "0.8")),
     "adamw-1e-5": ("dense AdamW, lr 1e-5", ("--method", "adamw", "--adamw.lr", "1e-5")),
     "adamw-1e-4": ("dense AdamW, lr 1e-4", ("--method", "adamw", "--adamw.lr", "1e-4")),
     "lora-1e-4": ("LoRA, rank 16, lr 1e-4", ("--method", "lora", "--lora.lr", "1e-4")),

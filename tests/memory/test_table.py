@@ -42,6 +42,14 @@ def test_markdown_has_one_cell_per_method():
     assert lines[1] == "|---|---|---|---|" and all(line.count("|") == 5 for line in lines)
 
 
+def test_a_refused_method_is_a_column_without_figures():
+    """Fails if it counts as 0 B: then every row of the one method that was planned would differ."""
+    table = method_table({"adamw": {"refused": "its head is tied"}, "logra": LOGRA})
+    assert row(table, "at the peak").split()[-3:] == ["adamw", "(refused)", "logra"]
+    assert row(table, "sum at the peak").split()[-3:] == ["-", "300.00", "MiB"]
+    assert row(table, "weights").endswith("constant") and "0 B" not in table
+
+
 def test_readable():
     assert [readable(n) for n in (0, 1023, 1024, 1536 * 2**10, 36.1 * 2**30)] == [
         "0 B", "1023 B", "1.00 KiB", "1.50 MiB", "36.10 GiB",

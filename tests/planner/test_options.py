@@ -60,8 +60,12 @@ def test_a_configuration_that_is_none(tmp_path):
 def test_a_model_whose_forward_cannot_be_traced(tmp_path):
     """An encoder-decoder has no causal language model: an error that names the model, no guess."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "d_model": 8, "num_hidden_layers": 1}))
-    for settings in ({"methods": "adamw"}, {"methods": ["adamw", "logra"], "num_processes": 2}):
-        with pytest.raises(ConfigError, match="model"):
+    several = {"methods": ["adamw", "logra"], "num_processes": 2}
+    for settings, named in (
+        ({"methods": "adamw"}, "^model: "),
+        (several, "^none of .*adamw: model: .*; logra: model: "),
+    ):
+        with pytest.raises(ConfigError, match=named):
             logra.memory.plan(str(tmp_path), **settings)
 
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 import logra
 from logra import chunked_head
 from logra.chunked_head import chunk_tokens, chunked_scores
-from logra.errors import ConfigError
+from logra.errors import ConfigError, LograError
 from logra.memory import Ledger
 from logra.planner.models import load_config
 from logra.planner.options import PlanOptions
@@ -118,6 +118,35 @@ def test_a_tied_head_that_trains_is_refused_as_it_would_be_where_it_runs(tmp_pat
         logra.memory.plan(path, **settings)
     for runs in ({"chunked_logits": False}, {"seq_len": 24}, {"methods": ["lora"]}, {"num_gpus": 1}):
         assert logra.memory.plan(path, **(settings | runs))["methods"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_gpus", "refused", "why", "planned"),
+    [
+        ({}, 2, "adamw", "the head of this model is its embedding", "lora"),
+        ({"model_type": "gpt_neox"}, 1, "logra", "target_modules", "adamw"),
+    ],
+    ids=["tied head", "no targets"],
+)
+def test_a_method_that_is_refused_leaves_the_others_planned(
+    tmp_path, small_chunks, changes, num_gpus, refused, why, planned
+):
+    """Fails if a refusal ends the plan, is lost, or changes the trace that comes after it; and if a method alone is not
+    refused with its own error.
+    """
+    settings = {
+        "model": str(small_config(tmp_path, **changes)),
+        "num_gpus": num_gpus,
+        "seq_len": 32,
+        "gpu_memory": "1GB",
+    }
+    found = logra.memory.plan(methods=[refused, planned], **settings)["methods"]
+    assert list(found) == [refused, planned]
+    assert found[planned] == logra.memory.plan(methods=planned, **settings)["methods"][planned]
+    assert found[refused]["fits"] is None and why in found[refused]["refused"]
+    with pytest.raises(LograError) as error:
+        logra.memory.plan(methods=refused, **settings)
+    assert str(error.value) == found[refused]["refused"]
 
 
 def test_weight_storages_take_their_bytes(tmp_path):

@@ -21,7 +21,7 @@ DESCRIPTION = (
 
 
 def plan_command(arguments: Sequence[str]) -> int:
-    """Run `logra plan`; returns the exit code, 1 where a method does not fit.
+    """Run `logra plan`; returns the exit code, 1 where a method does not fit, or one that the user named is refused.
 
     Raises:
         LograError: see `logra.memory.plan`.
@@ -45,7 +45,9 @@ def plan_command(arguments: Sequence[str]) -> int:
         every_layer=options.every_layer,
     )
     print(json.dumps(result, indent=2) if options.json else text(result))
-    return int(any(method["fits"] is False for method in result["methods"].values()))
+    was_named = options.method is not METHODS  # argparse hands over the default itself
+    found = result["methods"].values()
+    return int(any(method["fits"] is False or (was_named and "refused" in method) for method in found))
 
 
 def text(result: dict[str, Any]) -> str:
@@ -59,6 +61,8 @@ def text(result: dict[str, Any]) -> str:
         "",
     ]
     for name, method in result["methods"].items():
+        if "refused" in method:
+            lines.append(f"{name}: refused. {method['refused']}")
         if method["fits"] is None:
             continue
         spare = method["spare_bytes"]
@@ -92,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     default = PlanOptions()
     parser = _Parser(prog="logra plan", description=DESCRIPTION, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", required=True, help="preset, path of a config.json, or folder that holds one")
-    parser.add_argument("--method", nargs="+", default=list(METHODS), help="methods to plan")
+    parser.add_argument("--method", nargs="+", default=METHODS, help="methods to plan")
     parser.add_argument("--num-gpus", type=int, default=default.num_gpus, help="GPUs that share weights (FSDP2)")
     parser.add_argument("--seq-len", type=int, default=default.seq_len, help="tokens of prompt and completion")
     parser.add_argument("--prompt-len", type=int, help="tokens of the prompt (default: a quarter of --seq-len)")

@@ -1,6 +1,6 @@
 """Tables of memory: one row per category, one column per method, and which rows a method changes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from logra.memory.categories import CATEGORIES, CHANGED, SHAPE_CALCULATION
@@ -22,23 +22,28 @@ def method_table(methods: Mapping[str, Mapping[str, Any]], *, markdown: bool = F
     """Bytes at the peak by category and method.
 
     Args:
-        methods: name -> {"peak_bytes", "peak_phase", "at_peak", "resident"}.
+        methods: name -> {"peak_bytes", "peak_phase", "at_peak", "resident"}, or {"refused"}, which is a column without
+            figures. At least one has figures.
         markdown: with pipes, as documents show it.
 
     Returns:
         One row per category that any method has, with its mark: "changed" or "constant" between the methods, or for a
         single method, against dense AdamW by design. Then the sums, the phase of the peak, and what is left between steps.
     """
-    largest = max((result["peak_bytes"] for result in methods.values()), default=0)
-    rows: list[list[str]] = [["at the peak", *methods, ""]]
-    for category, text in CATEGORIES.items():
-        values = [int(result["at_peak"].get(category, 0)) for result in methods.values()]
-        if any(values):
-            rows.append([text, *map(readable, values), _mark(category, values, largest)])
-    rows.append(["sum at the peak", *(readable(result["peak_bytes"]) for result in methods.values()), ""])
-    rows.append(["phase of the peak", *(str(result["peak_phase"]) for result in methods.values()), ""])
-    resident = (readable(sum(result["resident"].values())) for result in methods.values())
-    rows.append(["between steps", *resident, ""])
+    planned = [result for result in methods.values() if "refused" not in result]
+    largest = max(result["peak_bytes"] for result in planned)
+    values = {category: [int(result["at_peak"].get(category, 0)) for result in planned] for category in CATEGORIES}
+    shown = [category for category in CATEGORIES if any(values[category])]
+    heads = [
+        "at the peak",
+        *map(CATEGORIES.__getitem__, shown),
+        "sum at the peak",
+        "phase of the peak",
+        "between steps",
+    ]
+    marks = ["", *(_mark(category, values[category], largest) for category in shown), "", "", ""]
+    columns = (_column(name, result, shown) for name, result in methods.items())
+    rows = [list(row) for row in zip(heads, *columns, marks, strict=True)]
     return _markdown(rows) if markdown else _aligned(rows)
 
 
@@ -46,6 +51,18 @@ def profile_text(method: str, report: Mapping[str, Any]) -> str:
     """What a run shows at its end: the table of its method, the peak of every phase, and the shape calculation."""
     phases = ", ".join(f"{name} {readable(peak['peak_bytes'])}" for name, peak in report["phases"].items())
     return f"{method_table({method: report})}\nPeak of each phase: {phases}\n{SHAPE_CALCULATION}"
+
+
+def _column(name: str, result: Mapping[str, Any], categories: Sequence[str]) -> list[str]:
+    if "refused" in result:
+        return [f"{name} (refused)", *["-"] * (len(categories) + 3)]
+    return [
+        name,
+        *(readable(result["at_peak"].get(category, 0)) for category in categories),
+        readable(result["peak_bytes"]),
+        str(result["peak_phase"]),
+        readable(sum(result["resident"].values())),
+    ]
 
 
 def _mark(category: str, values: list[int], largest: int) -> str:

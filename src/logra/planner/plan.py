@@ -10,7 +10,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from logra.chunked_head import needs_chunks
-from logra.errors import ConfigError
+from logra.errors import ConfigError, LograError
 from logra.memory import Report
 from logra.planner.models import load_config
 from logra.planner.options import PlanOptions, check_methods, parse_memory
@@ -39,11 +39,13 @@ def plan(
         {"model", "num_gpus", "num_parameters", "options", "assumptions", "methods": {NAME: {"peak_bytes", "peak_phase",
         "at_peak": {category: bytes}, "resident": {category: bytes between steps}, "phases", "fits", ...}}}. `fits` is None
         without `gpu_memory`; with it, `spare_bytes` is what is left (negative: what is missing), and `largest_micro_batch`
-        or, where not even one sequence fits, `largest_seq_len` is what fits.
+        or, where not even one sequence fits, `largest_seq_len` is what fits. Of several methods, one that cannot be planned
+        (its step cannot be traced, or would be refused where it runs) is {"refused": why, "fits": None}.
 
     Raises:
-        ConfigError: an unknown model or method, a value that is not allowed, more GPUs than rows to share, a model
-            whose step cannot be traced, or one that would be refused where it runs.
+        ConfigError: an unknown model or method, a value that is not allowed, more GPUs than rows to share, or several
+            methods of which none can be planned.
+        LograError: the only method cannot be planned.
 
     Example:
         >>> logra.memory.plan("qwen2.5-7b", num_gpus=4, methods="logra", gpu_memory="80GB")["methods"]["logra"]["fits"]
@@ -59,24 +61,45 @@ def plan(
         raise ConfigError(f"plan: {error}. Allowed: {', '.join(PlanOptions.__annotations__)}") from error
     config = load_config(model)
     _check_rows(config, options)
-    reports = _traced(config, chosen, options, min(num_processes, len(chosen)))
+    outcomes = _traced(config, chosen, options, min(num_processes, len(chosen)))
+    _require_any(outcomes)
     return {
         "model": model,
         "num_gpus": options.num_gpus,
         "options": {name: getattr(options, name) for name in PlanOptions.__annotations__},
         "assumptions": assumptions(config, options),
         "methods": {
-            method: _result(report, options, limit, int(config.vocab_size)) for method, report in reports.items()
+            method: _result(outcome, options, limit, int(config.vocab_size)) for method, outcome in outcomes.items()
         },
     }
 
 
-def _traced(config: Any, methods: Sequence[str], options: PlanOptions, num_processes: int) -> dict[str, Report]:
+def _traced(
+    config: Any, methods: Sequence[str], options: PlanOptions, num_processes: int
+) -> dict[str, Report | LograError]:
     if num_processes == 1:
-        return {method: trace(config, method, options) for method in methods}
+        return {method: _outcome(config, method, options) for method in methods}
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
-        waiting = {method: pool.submit(trace, config, method, options) for method in methods}
+        waiting = {method: pool.submit(_outcome, config, method, options) for method in methods}
         return {method: future.result() for method, future in waiting.items()}
+
+
+def _outcome(config: Any, method: str, options: PlanOptions) -> Report | LograError:
+    """The report of a method, or the error that refuses it: the other methods are planned all the same."""
+    try:
+        return trace(config, method, options)
+    except LograError as error:
+        return error
+
+
+def _require_any(outcomes: dict[str, Report | LograError]) -> None:
+    refused = {method: outcome for method, outcome in outcomes.items() if isinstance(outcome, LograError)}
+    if len(refused) < len(outcomes):
+        return
+    if len(refused) == 1:
+        raise next(iter(refused.values()))
+    reasons = "; ".join(f"{method}: {error}" for method, error in refused.items())
+    raise ConfigError(f"none of the methods can be planned. {reasons}")
 
 
 def _check_rows(config: Any, options: PlanOptions) -> None:
@@ -106,7 +129,9 @@ def assumptions(config: Any, options: PlanOptions) -> dict[str, int]:
     }
 
 
-def _result(report: Report, options: PlanOptions, limit: int | None, vocabulary: int) -> dict[str, Any]:
+def _result(report: Report | LograError, options: PlanOptions, limit: int | None, vocabulary: int) -> dict[str, Any]:
+    if isinstance(report, LograError):
+        return {"refused": str(report), "fits": None}
     result = report.to_dict() | {"fits": None}
     if limit is None:
         return result

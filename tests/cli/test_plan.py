@@ -46,6 +46,9 @@ def test_a_plan_that_does_not_fit_is_exit_code_1(config, capsys):
     assert main(["plan", "--model", config, "--seq-len", "16", "--method", "adamw", "--gpu-memory", "1KB"]) == 1
     output = capsys.readouterr().out
     assert "adamw: does not fit" in output and "missing" in output and "arrays alone" in output
+    advice = next(line for line in output.splitlines() if line.startswith("To need less: "))
+    assert "more --num-gpus" in advice and "--weight-storage split24" in advice
+    assert "--micro-batch" not in advice and "--precision" not in advice  # these are as small as they get
 
 
 @pytest.fixture

@@ -194,5 +194,5 @@ def test_folders_without_a_log_are_refused(tmp_path):
     with pytest.raises(LograError, match="no log of updates"):
         replay(tmp_path / "missing", verify=True)
     (tmp_path / "config.yaml").write_text("x")
-    with pytest.raises(LograError, match="holds other files"):
+    with pytest.raises(LograError, match=r"no log of updates.*--output-dir of `logra train`"):
         replay(tmp_path, verify=True)

@@ -199,5 +199,5 @@ def test_the_average_is_saved_and_cannot_join_later(make_lm, token_ids):
     "settings", [{"momentum": 0.0}, {"sketch": "one_sided", "direction": "row_adam", "refresh_every": 5}]
 )
 def test_settings_that_have_nothing_to_compare_are_refused(settings):
-    with pytest.raises(ConfigError, match="coherence_scaling"):
+    with pytest.raises(ConfigError, match=r"Set these, or coherence_scaling=False"):
         logra.Config(coherence_scaling=True, **settings)

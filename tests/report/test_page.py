@@ -7,6 +7,7 @@ import pytest
 
 from logra.report import figure, write_report
 from logra.report.groups import group_runs
+from logra.report.panels import SECTIONS
 from logra.report.run import load
 from logra.report.series import Band
 from logra.report.tables import number, run_events, spread
@@ -127,6 +128,51 @@ def test_numbers_are_short():
     assert shown == ["0", "3", "0.123", "1.50e-05", "12,346"]
     assert spread([0.1, None, 0.3]) == "0.2 <small>(0.1 to 0.3)</small>"
     assert spread([0.1, 0.1]) == "0.1" and spread([None]) == "-"
+
+
+def test_a_skip_without_signal_says_so(make_run):
+    run = load(make_run("a", num_steps=2))
+    for step, share in zip(run.steps, (0.5, 1.0), strict=True):
+        step |= {"optim/skipped": float(step["step"]), "reward/frac_zero_std": share}
+    assert ["rewards differed" in event["detail"] for event in run_events(run)] == [False, True]
+
+
+def test_a_budget_that_only_prices_a_run_does_not_flatten_the_panel(make_run):
+    """Fails if the axis spans to a budget of a million that LoRA, priced but not bounded, has in every step."""
+    (panel,) = (panel for panel in SECTIONS["Trust region"] if panel.title.startswith("KL of a step"))
+    budget = next(line for line in panel.lines if line.label == "budget")
+    (group,) = group_runs([load(make_run("a"))])
+    for step, value in zip(group.runs[0].steps, (1e6, 0.03, 2.9, 4.1), strict=True):
+        step["trust/budget"] = value  # planned: 0.01, 0.02, 0.03, 0.04
+    assert budget.of(group).steps == [2, 3]
+
+
+def _heights(drawing, text):
+    """Vertical positions of texts in a drawing, in points from its top: (of `text`, of the highest tick of the y axis)."""
+    own = re.search(rf'<text[^>]*\by="([\d.]+)"[^>]*>{text}</text>', drawing)
+    translated = [float(y) for y in re.findall(r'transform="translate\([\d.]+ ([\d.]+)\)">\s*<text>\s*<tspan', drawing)]
+    assert own and translated
+    return float(own[1]), min(translated)
+
+
+def test_the_legend_keeps_off_the_highest_tick():
+    band = Band([1, 2], [0.003, 0.1], [0.003, 0.1], [0.003, 0.1])
+    legend = [("predicted", "dashed"), ("realised", "solid")]
+    drawing = figure.line_chart([figure.Drawn(band, 0, "solid")], unit="u", legend=legend, log=True, title="t")
+    own, highest = _heights(drawing, "predicted")
+    exponent = 0.5 * figure.FONT_PT  # how far it stands above the baseline of its tick
+    assert highest - exponent - own >= figure.FONT_PT
+
+
+def test_bars_have_the_text_size_of_curves():
+    """On a phone every figure is as wide as the screen: a wider drawing has smaller letters."""
+
+    def width(label):
+        drawing = figure.stacked_bars([(label, [1.0])], num_categories=1, unit="u", title="t", num_named=1)
+        return float(re.findall(r'viewBox="0 0 ([\d.]+)', drawing)[0]) / 72
+
+    assert width("logra: between steps") == pytest.approx(figure.WIDTH_IN)
+    assert width("x" * 60) == pytest.approx(figure.WIDTH_IN + 1.2)  # room for bars
 
 
 @pytest.mark.parametrize(("low", "is_log"), [(0.001, True), (0.5, False), (0.0, False)])

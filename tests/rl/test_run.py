@@ -131,6 +131,7 @@ def test_files_and_results(run):
     assert [line.split()[1] for line in lines if line.startswith("step")] == ["1/3", "2/3", "3/3"]
     assert "unseen problems, greedy" in lines[-2]
     assert lines[-1] == f"Results and model lie in {folder}"
+    assert "No step had a signal" not in shown
     assert len([line for line in lines if not line.startswith("Guard, ")]) == 9
 
 
@@ -220,6 +221,13 @@ def test_a_broken_reward_ends_the_run_with_what_was_written(run, tmp_path):
         run(num_heldout=0)
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert (results["interrupted"], results["num_steps"]) == (True, 0)
+
+
+def test_rewards_that_never_differ_are_told_with_what_to_do(run, tmp_path):
+    (tmp_path / "task.py").write_text(TASK.replace("sum(c.isalpha() for c in text) / 8", "0.5"))
+    outcome, shown = run(num_heldout=0)
+    assert outcome.results["num_steps"] == 3
+    assert "No step had a signal" in shown and "--rollout.num-samples" in shown
 
 
 def test_a_reward_that_fails_later_leaves_the_way_to_the_last_step(run, tmp_path):

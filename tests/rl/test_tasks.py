@@ -160,7 +160,7 @@ def test_a_file_with_a_dataset_on_disk(write_task, tmp_path, suffix):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("x = 1", "defines no function `reward"),
+        ("x = 1", "defines no function `reward.*define one"),
         ("reward = 3" + DATASET, "defines no function `reward"),
         (REWARD, r"defines no function `dataset\(\)`"),
         (REWARD + "def dataset(): return []", "is empty"),

@@ -73,6 +73,8 @@ def text(result: dict[str, Any]) -> str:
             else f"largest sequence: {method['largest_seq_len']} tokens"
         )
         lines.append(f"{name}: {verdict}; {largest}")
+    if any(method["fits"] is False for method in result["methods"].values()):
+        lines.append(f"To need less: {', '.join(_savings(result))}.")
     lines += [
         f"Not in it: a rollout engine's weights ({readable(assumed['rollout_weights_bytes'])} in bf16) and cache "
         f"({readable(assumed['rollout_kv_cache_bytes_per_sequence'])} per sequence), the CUDA "
@@ -80,6 +82,23 @@ def text(result: dict[str, Any]) -> str:
         SHAPE_CALCULATION,
     ]
     return "\n".join(lines)
+
+
+def _savings(result: dict[str, Any]) -> list[str]:
+    """What would take less memory than the planned options."""
+    options = result["options"]
+    can_save = {
+        "leave out --no-activation-checkpointing": not options["activation_checkpointing"],
+        "leave out --whole-logits": not options["chunked_logits"],
+        "--precision bf16": options["precision"] == "fp32",
+        "--weight-storage split24 (logra, paper)": options["weight_storage"] != "split24",
+        "a smaller --micro-batch": options["micro_batch"] > 1,
+        "a smaller --rank (logra, paper, lora)": True,
+        "a shorter --seq-len": True,
+        "more --num-gpus": True,
+        "a smaller model": True,
+    }
+    return [what for what, saves in can_save.items() if saves]
 
 
 def _num_cores() -> int:

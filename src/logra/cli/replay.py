@@ -15,6 +15,7 @@ from torch import Tensor
 from logra.errors import ConfigError, LograError
 from logra.rl.default_model import MODEL_ID, default_model_path
 from logra.sync import DirectoryLog, Manifest, Replica
+from logra.sync.log import MANIFEST
 
 DESCRIPTION = "Rebuild, check or compare the weights of a run at any step, from its base model and its log of updates."
 
@@ -93,10 +94,12 @@ def replay(
 
 def _open_log(run: Path) -> DirectoryLog:
     folder = run / "updates" if (run / "updates").is_dir() else run
-    log = DirectoryLog(folder)
-    if log.manifest is None:
-        raise ConfigError(f"run={str(run)!r}: there is no log of updates in it")
-    return log
+    if not (folder / MANIFEST).is_file():  # a log would be begun here, or refuse to be
+        raise ConfigError(
+            f"run={str(run)!r}: there is no log of updates in it. Give the --output-dir of `logra train` with method logra "
+            f"or paper (the other methods write no log), or the folder of a log, which holds {MANIFEST}"
+        )
+    return DirectoryLog(folder)
 
 
 def _check_versions(log: DirectoryLog, manifest: Manifest, *versions: int | None) -> None:

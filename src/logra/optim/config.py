@@ -99,11 +99,10 @@ class Config:
                 f"momentum={self.momentum!r} with sketch='one_sided' and refresh_every=1: the average of sketches needs "
                 f"projections that are held. Set refresh_every (20, say) or momentum=0."
             )
-
         if self.coherence_scaling and (one_sided or self.momentum == 0):
             raise ConfigError(
                 f"coherence_scaling=True compares the momentum with the gradients: it needs sketch='two_sided' (here "
-                f"{self.sketch!r}) and momentum above 0 (here {self.momentum!r})"
+                f"{self.sketch!r}) and momentum above 0 (here {self.momentum!r}). Set these, or coherence_scaling=False"
             )
 
     @classmethod

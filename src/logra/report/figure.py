@@ -19,6 +19,8 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
 DASHES = {"solid": "-", "dashed": (0, (4, 2)), "dotted": (0, (1, 1.6))}
 WIDTH_IN, HEIGHT_IN = 4.3, 2.45
 NUM_MARKERS = 6
+MAX_LABEL = 28
+"""Characters of a bar's label that a figure of the usual width has room for."""
 FONT_PT = 9
 
 INK, MUTED, GRID, PAPER = "#010203", "#010204", "#010205", "#010206"
@@ -112,7 +114,9 @@ def stacked_bars(
         num_named: categories with a colour of their own; any further one is grey.
     """
     longest = max(len(label) for label, _ in rows)
-    figure, axes = _figure(height=0.75 + 0.26 * len(rows), width=WIDTH_IN + min(0.045 * longest, 1.2))
+    # As wide as the curves, so that a phone shows the text in the same size, unless labels would crowd out the bars.
+    width = WIDTH_IN + min(max(0.065 * (longest - MAX_LABEL), 0.0), 1.2)
+    figure, axes = _figure(height=0.75 + 0.26 * len(rows), width=width)
     starts = [0.0] * len(rows)
     for category in range(num_categories):
         values = [row[category] for _, row in rows]
@@ -180,7 +184,7 @@ def _label(axes: Any, horizontal: str, vertical: str) -> None:
 
 
 def _legend_looks() -> dict[str, Any]:
-    return {"frameon": False, "fontsize": FONT_PT, "labelcolor": INK, "handlelength": 2.2, "borderpad": 0.1}
+    return {"frameon": False, "fontsize": FONT_PT, "labelcolor": INK, "handlelength": 2.2, "borderpad": 0.6}
 
 
 def _svg(figure: Any, title: str) -> str:

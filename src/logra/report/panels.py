@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from logra.report.groups import Group
 from logra.report.series import Band, Reading, curve, heldout, metric
@@ -10,6 +10,8 @@ from logra.report.series import Band, Reading, curve, heldout, metric
 Style = Literal["solid", "dashed", "dotted"]
 KIB = 2.0**-10
 GIB = 2.0**-30
+FAR = 100
+"""A budget above this many times the predicted KL only prices a run: it bounds nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,12 @@ def _single(title: str, unit: str, name: str, scale: float = 1.0, note: str = ""
     return Panel(title=title, unit=unit, lines=(_line("", metric(name, scale)),), note=note, log=log)
 
 
+def _budget(step: dict[str, Any]) -> float | None:
+    """The budget of a step; None where it is so far off that its line would flatten the others of the panel."""
+    budget, planned = metric("trust/budget")(step), metric("trust/planned_kl")(step)
+    return None if budget is None or (planned is not None and budget > FAR * planned) else budget
+
+
 SECTIONS: dict[str, tuple[Panel, ...]] = {
     "Learning": (
         _single("Reward", "mean reward per completion", "reward/mean"),
@@ -72,10 +80,11 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
             lines=(
                 _line("predicted", metric("trust/planned_kl"), "dashed"),
                 _line("realised", metric("trust/realised_kl")),
-                _line("budget", metric("trust/budget"), "dotted"),
+                _line("budget", _budget, "dotted"),
             ),
             log=True,
-            note="Predicted for the step as taken, realised as measured with the rounded update.",
+            note="Predicted for the step as taken, realised as measured with the rounded update. "
+            f"A budget above {FAR} times the prediction is not drawn.",
         ),
         _single("Scale of the step, α", "multiple of the proposed step", "trust/alpha"),
         _single("Rollout and trainer mismatch", "nats per token", "trust/mismatch"),

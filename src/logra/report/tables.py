@@ -134,7 +134,8 @@ def run_events(run: Run) -> list[dict[str, Any]]:
         skipped = metric("optim/skipped")(step)
         if skipped is not None and skipped > before:
             if step["step"] not in told:
-                detail = "the optimizer left the weights as they were"
+                why = "no group's rewards differed: " if metric("reward/frac_zero_std")(step) == 1 else ""
+                detail = why + "the optimizer left the weights as they were"
                 found.append({"step": step["step"], "kind": "optimizer", "action": "skip", "detail": detail})
             before = skipped
     return sorted(found, key=lambda event: event["step"])

@@ -41,6 +41,8 @@ class StepSummary:
         """Policy version after the last step."""
         self.peak_memory_bytes = 0
         """The most that one process held."""
+        self.num_with_signal = 0
+        """Steps in which the rewards of a group differed."""
         self._first: list[float] = []
         self._last: deque[float] = deque(maxlen=3)
 
@@ -49,6 +51,7 @@ class StepSummary:
         self.num_steps += 1
         self.version = int(metrics.get("sync/version") or 0)
         self.peak_memory_bytes = max(self.peak_memory_bytes, int(metrics.get("memory/peak_bytes") or 0))
+        self.num_with_signal += metrics.get("reward/frac_zero_std") != 1
         reward = metrics.get("reward/mean")
         if reward is not None:
             if len(self._first) < 3:

@@ -357,7 +357,12 @@ class _Run:
         }
 
     def _conclude(self, results: dict[str, Any], *, saved: bool) -> None:
-        heldout = results["heldout"]
+        heldout, summary = results["heldout"], self._recorder.summary
+        if summary.num_steps and not summary.num_with_signal:
+            self._display.say(
+                "No step had a signal: all completions of a problem got the same reward, each time. Reward part of an answer "
+                "too, take problems that the model solves sometimes, or raise --rollout.num-samples or --rollout.temperature"
+            )
         if heldout["before"] is not None and heldout["after"] is not None:
             self._display.say(
                 f"Held-out {heldout['score']} ({heldout['num_problems']} unseen problems, greedy): "

@@ -60,7 +60,10 @@ def load(
     module = _import(file)
     reward = getattr(module, "reward", None)
     if not callable(reward):
-        raise DataError(f"task={str(file)!r} defines no function `reward(completions, **kwargs)`")
+        raise DataError(
+            f"task={str(file)!r} defines no function `reward(completions, **kwargs)`: define one that "
+            f"returns a number for each completion"
+        )
     rows, source = _rows(module, file, data)
     rows = _with_all_columns(distinct(_check_rows(rows, source)))
     _check_reward_columns(reward, rows[0], file)

@@ -71,10 +71,13 @@ def text(result: dict[str, Any]) -> str:
             f"largest micro-batch: {method['largest_micro_batch']}"
             if "largest_micro_batch" in method
             else f"largest sequence: {method['largest_seq_len']} tokens"
+            if method["largest_seq_len"]
+            else "no sequence is short enough"
         )
         lines.append(f"{name}: {verdict}; {largest}")
-    if any(method["fits"] is False for method in result["methods"].values()):
-        lines.append(f"To need less: {', '.join(_savings(result))}.")
+    too_large = [name for name, method in result["methods"].items() if method["fits"] is False]
+    if too_large:
+        lines.append(f"To need less: {', '.join(_savings(result, too_large))}.")
     lines += [
         f"Not in it: a rollout engine's weights ({readable(assumed['rollout_weights_bytes'])} in bf16) and cache "
         f"({readable(assumed['rollout_kv_cache_bytes_per_sequence'])} per sequence), the CUDA "
@@ -84,17 +87,18 @@ def text(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _savings(result: dict[str, Any]) -> list[str]:
-    """What would take less memory than the planned options."""
-    options = result["options"]
+def _savings(result: dict[str, Any], methods: Sequence[str]) -> list[str]:
+    """What would make these methods take less memory than with the planned options."""
+    options, sketched = result["options"], {"logra", "paper"} & set(methods)
     can_save = {
         "leave out --no-activation-checkpointing": not options["activation_checkpointing"],
         "leave out --whole-logits": not options["chunked_logits"],
         "--precision bf16": options["precision"] == "fp32",
-        "--weight-storage split24 (logra, paper)": options["weight_storage"] != "split24",
+        f"--weight-storage split24 ({', '.join(sorted(sketched))})": sketched
+        and options["weight_storage"] != "split24",
+        "--method logra": "logra" not in result["methods"],
         "a smaller --micro-batch": options["micro_batch"] > 1,
-        "a smaller --rank (logra, paper, lora)": True,
-        "a shorter --seq-len": True,
+        "a shorter --seq-len": any(result["methods"][name].get("largest_seq_len") for name in methods),
         "more --num-gpus": True,
         "a smaller model": True,
     }

@@ -59,6 +59,35 @@ def test_advice_for_a_plan_that_does_not_fit_names_the_options_that_can_shrink(c
         assert option in advice
 
 
+@pytest.fixture
+def sharded_tied_head(config, monkeypatch):
+    """A plan that is refused for dense AdamW alone: logits in three chunks."""
+    monkeypatch.setattr("logra.cli.plan._num_cores", lambda: 1)  # another process would not have these chunks
+    monkeypatch.setattr("logra.chunked_head.CHUNK_BYTES", 4 * 4 * 99)  # 4 of 12 scored tokens
+    return ["plan", "--model", config, "--num-gpus", "2", "--seq-len", "16", "--gpu-memory", "1GB", "--no-trust"]
+
+
+def test_a_refused_method_that_nobody_named_is_shown_beside_the_others(sharded_tied_head, capsys):
+    """Fails if the default list ends with the error of one method."""
+    assert main(sharded_tied_head) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (reason,) = (line for line in lines if line.startswith("adamw: "))
+    assert reason.startswith("adamw: refused. ") and "is its embedding" in reason and "--whole-logits" in reason
+    (heads,) = (line for line in lines if line.startswith("at the peak"))
+    assert heads.split() == ["at", "the", "peak", "logra", "adamw", "(refused)", "lora", "paper"]
+    assert sum(": fits, " in line for line in lines) == 3
+
+
+def test_a_refused_method_that_was_named_is_exit_code_1_beside_others_and_an_error_alone(sharded_tied_head, capsys):
+    """Fails if a script that names a method is not told that there is no plan of it."""
+    assert main([*sharded_tied_head, "--json", "--method", "adamw", "lora"]) == 1
+    found = json.loads(capsys.readouterr().out)["methods"]
+    assert "is its embedding" in found["adamw"]["refused"] and found["lora"]["fits"] is True
+    assert main([*sharded_tied_head, "--json", "--method", "adamw"]) == 2
+    output, error = capsys.readouterr()
+    assert error.startswith("logra plan: error: method=adamw with num_gpus=2: the head") and not output
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

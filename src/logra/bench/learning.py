@@ -1,7 +1,6 @@
 """Learning curves of every method on the default run of `logra train`: same problems, order, sampling seeds and loss.
 
-A cell is one whole run of one method with one seed. Seconds depend on the machine and on what else runs: compare them
-within one file only.
+A cell is one whole run of one method with one seed. The file has its seconds too, which depend on what else ran.
 """
 
 from dataclasses import dataclass

@@ -67,7 +67,7 @@ def unrelated_kl(before: Path | None, after: Path) -> float:
 
 
 def summary(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
-    """Reward, held-out accuracy, disturbance and cost.
+    """Reward, held-out accuracy, disturbance and memory. Seconds of runs on a shared machine would compare the machine's load.
 
     Args:
         runs: by title, what `run` returned for every seed.
@@ -85,12 +85,11 @@ def summary(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
                 spread([result["mean_reward_last_3_steps"] for result in results]),
                 f"{spread([result['heldout']['after'] for result in results])} ({before:.2f})",
                 spread(disturbance, 3) if len(disturbance) == len(cells) else "-",
-                spread([result["seconds_per_step"] for result in results], 1),
                 f"{max(result['peak_memory_bytes'] for result in results) / 2**30:.2f} GiB",
             ]
         )
     header = ["method", "seeds", "reward, all steps", "last 3 steps", "held-out after (before)",
-              "KL on unrelated text", "s / step", "peak memory"]  # fmt: skip
+              "KL on unrelated text", "peak memory"]  # fmt: skip
     return markdown_table(header, rows)
 
 

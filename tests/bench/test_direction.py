@@ -28,6 +28,13 @@ def test_a_gradient_of_low_rank():
     assert compare(torch.zeros(4, 4), (2,), 0, "layer")["rank_99"] is None
 
 
+@pytest.mark.parametrize(("per_kind", "depths"), [(1, [2]), (2, [1, 3]), (4, [0, 1, 2, 3]), (9, [0, 1, 2, 3])])
+def test_layers_are_spread_over_depth(per_kind, depths):
+    """Also when more are asked for than there are."""
+    blocks = torch.nn.ModuleList(torch.nn.ModuleDict({"q_proj": torch.nn.Linear(1, 1)}) for _ in range(4))
+    assert list(spread_layers(blocks, per_kind)) == [f"{depth}.q_proj" for depth in depths]
+
+
 def test_gradients_add_up_over_rollouts():
     """At every stop the gradient is that of all completions so far, and nothing else of the model has one."""
     torch.manual_seed(0)

@@ -105,3 +105,6 @@ def test_settings_are_compared_with_the_default_of_their_own_seed():
     assert [cell["seed"] for cell in settings.cells(settings.Options(arms=("spectral-8-m",)))] == [0, 1, 2]
     with pytest.raises(ConfigError, match="spectral-9"):
         settings.Options(arms=("spectral-9",))
+    for name in ("num_steps", "num_prompts", "kl_budget"):
+        with pytest.raises(ConfigError, match=f"{name}=0"):
+            settings.Options(**{name: 0})

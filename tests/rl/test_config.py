@@ -105,6 +105,14 @@ def test_groups_that_are_not_given_are_those_of_the_method(method):
     assert config.rollout.num_completions == 64
 
 
+def test_a_step_that_takes_all_of_its_budget_has_a_smaller_one():
+    """The budget of logra is shared out by coherence, which the baselines do not have."""
+    assert TrainConfig(output_dir="x").trust.budget_at(0) == 0.1
+    for method in ("adamw", "lora", "galore", "apollo"):
+        trust = TrainConfig(output_dir="x", method=method, use_trust=True).trust
+        assert [trust.budget_at(step) for step in (0, 15)] == pytest.approx([0.03, 0.01])
+
+
 def test_a_group_that_is_given_is_kept():
     given = preset("logra")
     config = TrainConfig(output_dir="x", method="paper", logra=given["logra"])

@@ -103,8 +103,9 @@ def spread_layers(model: nn.Module, per_kind: int) -> dict[str, nn.Module]:
     chosen = {}
     for kind in KINDS:
         members = [(name, module) for name, module in model.named_modules() if name.rpartition(".")[2] == kind]
-        for index in range(min(per_kind, len(members))):
-            name, module = members[int((index + 0.5) / per_kind * len(members))]
+        count = min(per_kind, len(members))
+        for index in range(count):
+            name, module = members[int((index + 0.5) / count * len(members))]
             chosen[name] = module
     return chosen
 

@@ -186,6 +186,8 @@ def preset(method: str) -> dict[str, Any]:
     else:
         # Answers of about ten tokens: 64 are six responses, as much as a step this short should pay for.
         trust = TrustRegion(kl_budget=0.1, min_tokens=64)
+        if method != "logra":  # steps that coherence does not shorten
+            trust = TrustRegion(kl_budget=0.03, kl_budget_final=0.01, schedule_steps=15, min_tokens=64)
         sketch = Config(lr=1e-4, coherence_scaling=True)
     baselines = {"adamw": AdamWConfig(), "lora": LoraConfig(), "galore": GaLoreConfig(), "apollo": ApolloConfig()}
     return {"logra": sketch, "trust": trust, **baselines}

@@ -67,7 +67,7 @@ def unrelated_kl(before: Path | None, after: Path) -> float:
 
 
 def summary(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
-    """Reward, held-out accuracy, disturbance and memory. Seconds of runs on a shared machine would compare the machine's load.
+    """Reward, held-out accuracy, disturbance and memory. Seconds on a shared machine would compare its load.
 
     Args:
         runs: by title, what `run` returned for every seed.

@@ -10,8 +10,8 @@ from logra.bench.harness import Cell, Results, require_known
 from logra.bench.harness.figures import plot_runs, svg
 from logra.bench.lab import training
 
-SCHEDULE = ("--logra.coherence-scaling", "false", "--trust.kl-budget", "0.03", "--trust.kl-budget-final", "0.01",
-            "--trust.schedule-steps", "15")  # fmt: skip
+BUDGET = ("--trust.kl-budget", "0.03", "--trust.kl-budget-final", "0.01", "--trust.schedule-steps", "15")
+SCHEDULE = ("--logra.coherence-scaling", "false", *BUDGET)
 """A KL per step that does not ask how far gradients agree."""
 ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "logra": ("`logra` (two-sided, spectral, momentum 0.9, rank 16)", ("--method", "logra")),
@@ -54,15 +54,15 @@ def run_cell(cell: Cell, options: Options) -> dict[str, Any]:
 
 def table(results: Results) -> str:
     """Results over seeds, and the learning curves."""
-    runs = {ARMS[arm][0]: results.select(arm=arm) for arm in _arms(results)}
-    return "\n\n".join((training.summary(runs), training.curves(runs), training.kl_ratios(runs)))
+    return training.table(results, ARMS)
 
 
 def figure(results: Results) -> str:
     """Mean reward of every three steps with the range over seeds, beside the peak memory of the processes, as SVG."""
     from matplotlib.figure import Figure
 
-    drawn = {arm: _COLOURS[arm] for arm in _arms(results) if arm in _COLOURS}
+    present = results.values("arm")
+    drawn = {arm: _COLOURS[arm] for arm in ARMS if arm in present and arm in _COLOURS}
     figure = Figure(figsize=(9.0, 3.6), layout="constrained")
     curves, bars = figure.subplots(1, 2, width_ratios=(2, 1))
     for arm, colour in drawn.items():
@@ -82,8 +82,3 @@ def figure(results: Results) -> str:
     for axes in (curves, bars):
         axes.spines[["top", "right"]].set_visible(False)
     return svg(figure)
-
-
-def _arms(results: Results) -> list[str]:
-    present = results.values("arm")
-    return [arm for arm in ARMS if arm in present]

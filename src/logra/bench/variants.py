@@ -8,9 +8,9 @@ from typing import Any
 
 from logra.bench.harness import Cell, Results, require_known
 from logra.bench.lab import training
+from logra.bench.learning import BUDGET
 
-KL = ("--trust.kl-budget", "0.03", "--trust.kl-budget-final", "0.01", "--trust.schedule-steps", "15",
-      "--trust.alpha-max", "1e6")  # fmt: skip
+KL = (*BUDGET, "--trust.alpha-max", "1e6")
 """The KL per step of `logra-schedule` in `logra bench learning`; a learning rate only sets the length that is then scaled."""
 ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "logra-m8": ("`logra`, momentum 0.8", ("--method", "logra", "--logra.momentum", "0.8")),
@@ -59,6 +59,4 @@ def run_cell(cell: Cell, options: Options) -> dict[str, Any]:
 
 def table(results: Results) -> str:
     """Results over seeds, and the learning curves."""
-    present = results.values("arm")
-    runs = {title: results.select(arm=arm) for arm, (title, _) in ARMS.items() if arm in present}
-    return "\n\n".join((training.summary(runs), training.curves(runs), training.kl_ratios(runs)))
+    return training.table(results, ARMS)

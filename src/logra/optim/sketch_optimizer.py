@@ -246,12 +246,11 @@ class SketchOptimizer(SavedState):
         weight_norm = length.weight_norm(self.targets)
         squares = {fqn: proposal.delta().norm_squared() for fqn, proposal in proposals.items()}
         proposed_norm = exchange.numbers_of_all(squares, list(norms), norm.device).sum().sqrt()
-        # As the momentum: clipped, and of the targets alone.
-        target_norm = length.norm_over_targets(torch.stack(list(norms.values())))
-        target_norm *= 1.0 if shrink is None else shrink.item()
-        coherence = Coherence(*self.param_groups[0]["coherence"]).after(target_norm)
-        share = 1.0
+        coherence, share = Coherence(*self.param_groups[0]["coherence"]), 1.0
         if self.config.coherence_scaling:
+            # As the momentum: clipped, and of the targets alone.
+            target_norm = length.norm_over_targets(torch.stack(list(norms.values())))
+            coherence = coherence.after(target_norm if shrink is None else target_norm * shrink.item())
             share = coherence.of(length.mean_norm(proposals, list(norms), self.config.momentum, norm.device))
             self._diagnostics["coherence"] = share
         lr = self.param_groups[0]["lr"]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from logra.bench.harness import markdown_table, spread
+from logra.bench.harness import Results, markdown_table, spread
 
 CURVES = ("reward/mean", "policy/entropy", "trust/predicted_kl", "trust/realised_kl", "trust/alpha", "trust/budget",
           "optim/update_ratio", "sync/bytes", "time/rollout_s", "time/update_s", "time/probe_s")  # fmt: skip
@@ -64,6 +64,18 @@ def unrelated_kl(before: Path | None, after: Path) -> float:
     probe = unrelated_text(AutoTokenizer.from_pretrained(folder))
     logits = probe_logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), probe)
     return kl_since(AutoModelForCausalLM.from_pretrained(after, dtype=torch.float32), probe, logits)
+
+
+def table(results: Results, arms: Mapping[str, tuple[str, Sequence[str]]]) -> str:
+    """Results over seeds, learning curves and scatter of the KL, of the arms that have run.
+
+    Args:
+        results: cells with an "arm".
+        arms: name -> title, and flags.
+    """
+    present = results.values("arm")
+    runs = {title: results.select(arm=arm) for arm, (title, _) in arms.items() if arm in present}
+    return "\n\n".join((summary(runs), curves(runs), kl_ratios(runs)))
 
 
 def summary(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:

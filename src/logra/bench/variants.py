@@ -14,15 +14,14 @@ KL = (*BUDGET, "--trust.alpha-max", "1e6")
 """The KL per step of `logra-schedule` in `logra bench learning`; a learning rate only sets the length that is then scaled."""
 ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "logra-m8": ("`logra`, momentum 0.8", ("--method", "logra", "--logra.momentum", "0.8")),
+    "logra-scaled": ("`logra`, input scaling", ("--method", "logra", "--logra.input-scaling", "true")),
     "adamw-1e-5": ("dense AdamW, lr 1e-5", ("--method", "adamw", "--adamw.lr", "1e-5")),
     "adamw-1e-4": ("dense AdamW, lr 1e-4", ("--method", "adamw", "--adamw.lr", "1e-4")),
-    "lora-1e-4": ("LoRA, rank 16, lr 1e-4", ("--method", "lora", "--lora.lr", "1e-4")),
-    "lora-1e-3": ("LoRA, rank 16, lr 1e-3", ("--method", "lora", "--lora.lr", "1e-3")),
+    "lora-r4": ("LoRA, rank 4, alpha 8, lr 3e-4", ("--method", "lora", "--lora.rank", "4", "--lora.alpha", "8")),
     "lora-r64": ("LoRA, rank 64, alpha 128, lr 3e-4", ("--method", "lora", "--lora.rank", "64", "--lora.alpha", "128")),
-    "galore-1e-4": ("GaLore, rank 64, lr 1e-4", ("--method", "galore", "--galore.lr", "1e-4")),
-    "galore-1e-3": ("GaLore, rank 64, lr 1e-3", ("--method", "galore", "--galore.lr", "1e-3")),
-    "apollo-3e-5": ("APOLLO, rank 64, lr 3e-5", ("--method", "apollo", "--apollo.lr", "3e-5")),
-    "apollo-3e-4": ("APOLLO, rank 64, lr 3e-4", ("--method", "apollo", "--apollo.lr", "3e-4")),
+    "lora-1e-3": ("LoRA, rank 16, lr 1e-3", ("--method", "lora", "--lora.lr", "1e-3")),
+    "galore-r24": ("GaLore, rank 24, lr 3e-4", ("--method", "galore", "--galore.rank", "24")),
+    "apollo-r24": ("APOLLO, rank 24, lr 1e-4", ("--method", "apollo", "--apollo.rank", "24")),
     "paper-r80": ("`paper`, rank 80, equal KL", ("--method", "paper", *KL, "--logra.rank", "80")),
     "paper-r320": ("`paper`, rank 320, equal KL", ("--method", "paper", *KL, "--logra.rank", "320")),
     "adamw-kl": ("dense AdamW, equal KL", ("--method", "adamw", "--use-trust", "true", *KL)),
@@ -31,7 +30,8 @@ ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "apollo-kl": ("APOLLO, rank 64, equal KL", ("--method", "apollo", "--use-trust", "true", *KL)),
 }
 """Name of an arm: its title in tables, and its flags. Sketches of `paper` at rank 80 are as large as sketches and momentum of
-`logra` at rank 16 on a square weight, 80 out = 16 (out + 2 in) + 16 (out + in); at rank 320 four times as large."""
+`logra` at rank 16 on a square weight, 80 out = 16 (out + 2 in) + 16 (out + in); at rank 320 four times as large. Moments and
+projectors of GaLore and APOLLO, r (2 max(out, in) + min(out, in)), are so at rank 24, over the layers of SmolLM2."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """The speed of whole updates: every method runs, and what is said of the times is true."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -24,7 +25,9 @@ def times(*seconds, first=0.0):
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")
 def test_a_cell_times_every_method():
     methods = ("adamw", "lora", *(["galore"] if find_spec("galore_torch") else []), "logra", "paper")
-    options = speed.Options(hidden=(64,), methods=methods, rank=4, num_micro_batches=2, num_tokens=10, num_rounds=2)
+    options = speed.Options(
+        hidden=(64,), models=(), methods=methods, rank=4, num_micro_batches=2, num_tokens=10, num_rounds=2
+    )
     (cell,) = speed.cells(options)
     result = speed.run_cell(cell, options)
     assert list(result) == list(methods)
@@ -58,3 +61,15 @@ def test_there_is_nothing_to_compare_with_without_adamw():
         speed.Options(methods=("logra",))
     with pytest.raises(ConfigError, match="methods='sgd'"):
         speed.Options(methods=("adamw", "sgd"))
+
+
+def test_smollm2_is_timed_whole_and_comes_last():
+    cells = speed.cells(speed.Options())
+    assert cells[-1] == {"model": "SmolLM2-135M"}
+    results = results_of({"adamw": times(2.0), "logra": times(1.0)})
+    whole = replace(results.records[0], cell=cells[-1])
+    text = speed.table(Results("speed", results.settings, [whole, *results.records]))
+    assert text.index("| hidden 64 | dense AdamW") < text.index("| SmolLM2-135M | dense AdamW")
+    assert "logra against adamw, SmolLM2-135M" in speed.ratios(Results("speed", results.settings, [whole]))
+    with pytest.raises(ConfigError, match="models='gpt2'"):
+        speed.Options(models=("gpt2",))

@@ -42,7 +42,7 @@ def test_supervised_rows_end_with_their_answers_and_nothing_else_counts():
 
 def test_means_are_over_seeds():
     runs = {"a": [cell([0.0] * 3 + [0.5] * 3, 0.5), cell([0.0] * 3 + [1.0] * 3, 0.75)]}
-    row = "| a | 2 | 0.38 (0.25-0.50) | 0.75 (0.50-1.00) | 0.62 (0.50-0.75) (0.25) | - | 1.00 GiB |"
+    row = "| a | 2 | 0.38 (0.25-0.50) | 0.75 (0.50-1.00) | 0.62 (0.50-0.75) (0.25) | - | 1.00 GiB | 269 MB |"
     assert row in training.summary(runs)
     assert training.curves(runs).endswith("| reward in steps | 1-3 | 4-6 |\n|---|---|---|\n| a | 0.00 | 0.75 |")
 
@@ -51,6 +51,19 @@ def test_the_disturbance_is_shown_where_all_seeds_measured_it():
     both = [cell([0.5] * 3, 0.5, unrelated_kl=0.25), cell([0.5] * 3, 0.5, unrelated_kl=0.75)]
     assert "| 0.500 (0.250-0.750) |" in training.summary({"a": both})
     assert "| - |" in training.summary({"a": [both[0], cell([0.5] * 3, 0.5)]})
+
+
+def test_what_is_sent_is_packets_adapters_or_all_weights():
+    """SmolLM2-135M, from its configuration: bf16 takes 2 bytes; adapters of rank r have r (in + out) numbers a layer."""
+    hidden, kv, mlp, layers, vocabulary = 576, 192, 1536, 30, 49152
+    shapes = 2 * [(hidden, hidden)] + 2 * [(hidden, kv)] + 3 * [(hidden, mlp)]
+    weights = layers * (sum(m * n for m, n in shapes) + 2 * hidden) + vocabulary * hidden + hidden
+    widths = layers * sum(m + n for m, n in shapes)
+    assert training.sent_bytes(cell([0.0] * 3, 0.5)) == 2 * weights
+    assert training.sent_bytes(cell([0.0] * 3, 0.5, train="logra train --method lora --run.seed 0")) == 2 * 16 * widths
+    assert training.sent_bytes(cell([0.0] * 3, 0.5, train="logra train --method lora --lora.rank 4")) == 2 * 4 * widths
+    curves = {"reward/mean": [0.0] * 3, "sync/bytes": [1e6, 3e6, 0.0]}
+    assert training.sent_bytes(cell([0.0] * 3, 0.5) | {"curves": curves}) == pytest.approx(4e6 / 3)
 
 
 def test_kl_ratios_are_of_steps_that_were_taken():

@@ -17,6 +17,7 @@ ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "logra": ("`logra` (two-sided, spectral, momentum 0.9, rank 16)", ("--method", "logra")),
     "logra-schedule": ("`logra`, KL 0.03 to 0.01 for every step", ("--method", "logra", *SCHEDULE)),
     "logra-r32": ("the same, rank 32", ("--method", "logra", "--logra.rank", "32", *SCHEDULE)),
+    "logra-scaled": ("`logra`, input scaling", ("--method", "logra", "--logra.input-scaling", "true")),
     "adamw": ("dense AdamW, lr 3e-5", ("--method", "adamw")),
     "lora": ("LoRA, all linear, rank 16, lr 3e-4", ("--method", "lora")),
     "galore": ("GaLore, rank 64, lr 3e-4", ("--method", "galore")),

@@ -1,13 +1,15 @@
 """Time of one whole update (forward, backward, clip, step) against dense AdamW, LoRA and GaLore.
 
-A cell is one width. All methods train the same linear layers of equal Llama blocks of random weights on the same tokens,
-one update each in turn, in one process, so that a busy machine slows all alike; the order changes from round to round.
+A cell is one width, or one model. All methods train the same linear layers of equal Llama blocks of random weights, or of
+the whole of SmolLM2 with its head of 49,152 tokens, on the same tokens, one update each in turn, in one process, so that a
+busy machine slows all alike; the order changes from round to round.
 With one thread, seconds are those that the thread ran, without those it waited for its turn. `logra` and `paper` include
 all that their step is made of: recovery, the trust region's prediction and check, rounding and merge.
 """
 
 import gc
 import importlib
+import math
 import statistics
 import time
 from collections import defaultdict
@@ -31,6 +33,8 @@ METHODS = {
     "paper": "`paper` (one-sided `row_adam`)",
 }
 VOCABULARY = 1024
+SMOLLM2, SMOLLM2_RANK = "SmolLM2-135M", 16
+"""The whole default model, and the rank of the default run: of sketches, adapters and GaLore."""
 NUM_RESPONSES = 8
 """Per micro-batch."""
 GALORE_GAP = 200
@@ -43,10 +47,12 @@ class Options:
 
     hidden: tuple[int, ...] = (512, 1024, 2048)
     """Widths of the blocks; the MLP is 2.75 times as wide."""
+    models: tuple[str, ...] = (SMOLLM2,)
+    """Whole models: SmolLM2-135M, at the rank of the default run."""
     methods: tuple[str, ...] = tuple(METHODS)
     """Methods, timed in turn; adamw must be one."""
     rank: int = 64
-    """Rank of sketches, adapters and GaLore."""
+    """Rank of sketches, adapters and GaLore in the blocks."""
     num_layers: int = 1
     """Blocks."""
     num_micro_batches: int = 8
@@ -57,12 +63,13 @@ class Options:
     """Timed updates of each method."""
 
     def __post_init__(self) -> None:
+        require_known("models", self.models, (SMOLLM2,))
         require_known("methods", self.methods, METHODS)
         if "adamw" not in self.methods:
             raise ConfigError("methods: adamw must be among them, it is what the others are compared with")
 
 
-CHECK = Options(hidden=(512,), methods=("adamw", "logra", "paper"), num_micro_batches=4, num_rounds=9)
+CHECK = Options(hidden=(512,), models=(), methods=("adamw", "logra", "paper"), num_micro_batches=4, num_rounds=9)
 """The cell whose ratios `make bench-check` compares."""
 
 
@@ -77,14 +84,18 @@ class Method(Protocol):
 
 
 def cells(options: Options) -> list[Cell]:
-    """A cell a width."""
-    return [{"hidden": hidden} for hidden in options.hidden]
+    """A cell a width, and one a model."""
+    return [{"hidden": hidden} for hidden in options.hidden] + [{"model": model} for model in options.models]
+
+
+def _name(cell: Cell) -> str:
+    return cell["model"] if "model" in cell else f"hidden {cell['hidden']}"
 
 
 def run_cell(cell: Cell, options: Options) -> dict[str, Any]:
     """Seconds of every timed update by method, and where those of the sketched methods go."""
     batches = _batches(options)
-    methods = {name: _build(name, cell["hidden"], options) for name in options.methods}
+    methods = {name: _build(name, cell, options) for name in options.methods}
     once: dict[str, float] = {}
     for name, method in methods.items():  # the first update allocates, and GaLore's computes its projections
         once[name] = sum(_update(method, batches).values())
@@ -109,30 +120,30 @@ def table(results: Results) -> str:
     settings = results.settings
     tokens = settings["num_micro_batches"] * NUM_RESPONSES * settings["num_tokens"]
     intro = (
-        f"{settings['num_layers']} block(s), rank {settings['rank']}, {tokens} tokens per update in "
-        f"{settings['num_micro_batches']} micro-batches, fp32; median (range) of {settings['num_rounds']} rounds. The trust "
-        "region reads at least 128 tokens and 2 responses, however many there are."
+        f"{settings['num_layers']} block(s), rank {settings['rank']}, or {SMOLLM2}, rank {SMOLLM2_RANK}; {tokens} tokens per "
+        f"update in {settings['num_micro_batches']} micro-batches, fp32; median (range) of {settings['num_rounds']} rounds. "
+        "The trust region reads at least 128 tokens and 2 responses, however many there are."
     )
     speed, parts = [], []
-    for record in sorted(results.records, key=lambda record: record.cell["hidden"]):
+    for record in sorted(results.records, key=lambda record: record.cell.get("hidden", math.inf)):
         for method, title in METHODS.items():
             if method in record.result:
                 found = record.result[method]
                 times = found["update_s"]
                 ratio = speedups(record.result)[method]
-                row = [str(record.cell["hidden"]), title, _median_spread(times), _median_spread(ratio)]
+                row = [_name(record.cell), title, _median_spread(times), _median_spread(ratio)]
                 speed.append(row)
                 parts.append([*row[:2], *(f"{found['phases_s'].get(part, 0.0):.3f}" for part in PARTS)])
-    header = ["hidden", "method", "s / update", "times as fast as dense AdamW"]
+    header = ["model", "method", "s / update", "times as fast as dense AdamW"]
     return "\n\n".join(
-        [intro, markdown_table(header, speed), markdown_table(["hidden", "method", *PARTS.values()], parts)]
+        [intro, markdown_table(header, speed), markdown_table(["model", "method", *PARTS.values()], parts)]
     )
 
 
 def ratios(results: Results) -> dict[str, Ratio]:
-    """How many times as fast as dense AdamW each method is, at each width."""
+    """How many times as fast as dense AdamW each method is, in each model."""
     return {
-        f"{method} against adamw, hidden {record.cell['hidden']}": Ratio(statistics.median(found), "higher")
+        f"{method} against adamw, {_name(record.cell)}": Ratio(statistics.median(found), "higher")
         for record in results.records
         for method, found in speedups(record.result).items()
         if method in ("logra", "paper")
@@ -217,37 +228,43 @@ def _batches(options: Options) -> list[Tensor]:
     return [torch.randint(VOCABULARY, shape, generator=generator).to(device) for _ in range(options.num_micro_batches)]
 
 
-def _model(hidden: int, num_layers: int) -> Any:
-    """Blocks of a small Llama; only the targets of `logra` are trained, by every method."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _model(cell: Cell, num_layers: int) -> Any:
+    """SmolLM2, or blocks of a small Llama; only the targets of `logra` are trained, by every method."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=hidden * 11 // 4,
-        num_hidden_layers=num_layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 64,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-    )
-    model: Any = LlamaForCausalLM(config)
+    if "model" in cell:
+        from logra.rl.default_model import default_model_path
+
+        model: Any = AutoModelForCausalLM.from_pretrained(default_model_path(), dtype=torch.float32)
+    else:
+        torch.manual_seed(0)
+        hidden = cell["hidden"]
+        config = LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=hidden,
+            intermediate_size=hidden * 11 // 4,
+            num_hidden_layers=num_layers,
+            num_attention_heads=hidden // 64,
+            num_key_value_heads=hidden // 64,
+            max_position_embeddings=1024,
+            tie_word_embeddings=True,
+        )
+        model = LlamaForCausalLM(config)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.endswith("_proj.weight"))
     return model
 
 
-def _build(name: str, hidden: int, options: Options) -> Method:
-    model = _model(hidden, options.num_layers)
+def _build(name: str, cell: Cell, options: Options) -> Method:
+    model, rank = _model(cell, options.num_layers), SMOLLM2_RANK if "model" in cell else options.rank
     if name == "lora":
         from peft import LoraConfig, get_peft_model
 
         targets = list(logra.Config().target_modules)
-        model = get_peft_model(model, LoraConfig(r=options.rank, target_modules=targets, lora_dropout=0.0))
+        model = get_peft_model(model, LoraConfig(r=rank, target_modules=targets, lora_dropout=0.0))
     if name in ("logra", "paper"):
-        return _Sketched(model, name, options.rank)
+        return _Sketched(model, name, rank)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if name == "galore":
         try:
@@ -256,7 +273,7 @@ def _build(name: str, hidden: int, options: Options) -> Method:
             raise ConfigError(f"methods: galore needs the package {error.name}: pip install 'logra[bench]'") from error
         group = {
             "params": trained,
-            "rank": options.rank,
+            "rank": rank,
             "update_proj_gap": GALORE_GAP,
             "scale": 0.25,
             "proj_type": "std",

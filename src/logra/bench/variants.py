@@ -14,7 +14,6 @@ KL = (*BUDGET, "--trust.alpha-max", "1e6")
 """The KL per step of `logra-schedule` in `logra bench learning`; a learning rate only sets the length that is then scaled."""
 ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "logra-m8": ("`logra`, momentum 0.8", ("--method", "logra", "--logra.momentum", "0.8")),
-    "logra-scaled": ("`logra`, input scaling", ("--method", "logra", "--logra.input-scaling", "true")),
     "adamw-1e-5": ("dense AdamW, lr 1e-5", ("--method", "adamw", "--adamw.lr", "1e-5")),
     "adamw-1e-4": ("dense AdamW, lr 1e-4", ("--method", "adamw", "--adamw.lr", "1e-4")),
     "lora-r4": ("LoRA, rank 4, alpha 8, lr 3e-4", ("--method", "lora", "--lora.rank", "4", "--lora.alpha", "8")),

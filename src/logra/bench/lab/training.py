@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from logra.bench.harness import Results, markdown_table, spread
+from logra.rl.baselines import LoraConfig
 
 CURVES = ("reward/mean", "policy/entropy", "trust/predicted_kl", "trust/realised_kl", "trust/alpha", "trust/budget",
           "optim/update_ratio", "sync/bytes", "time/rollout_s", "time/update_s", "time/probe_s")  # fmt: skip
+NUM_WEIGHTS, ADAPTED_WIDTH = 134_515_008, 305_280
+"""Of SmolLM2-135M, which all runs train: its weights, and in + out summed over its linear layers but the head."""
 
 
 def run(flags: Sequence[str], *, seed: int, model: Path | None = None) -> dict[str, Any]:
@@ -79,7 +82,7 @@ def table(results: Results, arms: Mapping[str, tuple[str, Sequence[str]]]) -> st
 
 
 def summary(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
-    """Reward, held-out accuracy, disturbance and memory. Seconds on a shared machine would compare its load.
+    """Reward, held-out accuracy, disturbance, memory and synchronisation. Seconds on a shared machine would compare its load.
 
     Args:
         runs: by title, what `run` returned for every seed.
@@ -98,11 +101,27 @@ def summary(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
                 f"{spread([result['heldout']['after'] for result in results])} ({before:.2f})",
                 spread(disturbance, 3) if len(disturbance) == len(cells) else "-",
                 f"{max(result['peak_memory_bytes'] for result in results) / 2**30:.2f} GiB",
+                f"{statistics.fmean(sent_bytes(cell) for cell in cells) / 1e6:.3g} MB",
             ]
         )
     header = ["method", "seeds", "reward, all steps", "last 3 steps", "held-out after (before)",
-              "KL on unrelated text", "peak memory"]  # fmt: skip
+              "KL on unrelated text", "peak memory", "sent per update"]  # fmt: skip
     return markdown_table(header, rows)
+
+
+def sent_bytes(cell: dict[str, Any]) -> float:
+    """What a replica needs of one update: the mean packet; of a baseline, which has none, its adapters or weights in bf16.
+
+    Args:
+        cell: what `run` returned.
+    """
+    if "sync/bytes" in cell["curves"]:
+        return statistics.fmean(cell["curves"]["sync/bytes"])
+    words = cell["train"].split()
+    if "lora" not in words:
+        return 2 * NUM_WEIGHTS
+    rank = int(words[words.index("--lora.rank") + 1]) if "--lora.rank" in words else LoraConfig().rank
+    return 2 * rank * ADAPTED_WIDTH
 
 
 def curves(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:

@@ -13,11 +13,12 @@ from logra.bench.lab import training
 BUDGET = ("--trust.kl-budget", "0.03", "--trust.kl-budget-final", "0.01", "--trust.schedule-steps", "15")
 SCHEDULE = ("--logra.coherence-scaling", "false", *BUDGET)
 """A KL per step that does not ask how far gradients agree."""
+UNSCALED = ("--logra.input-scaling", "false")
 ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "logra": ("`logra` (two-sided, spectral, momentum 0.9, rank 16)", ("--method", "logra")),
-    "logra-schedule": ("`logra`, KL 0.03 to 0.01 for every step", ("--method", "logra", *SCHEDULE)),
-    "logra-r32": ("the same, rank 32", ("--method", "logra", "--logra.rank", "32", *SCHEDULE)),
-    "logra-scaled": ("`logra`, input scaling", ("--method", "logra", "--logra.input-scaling", "true")),
+    "logra": ("`logra` (two-sided, spectral, momentum 0.9, input scaling, rank 16)", ("--method", "logra")),
+    "logra-unscaled": ("`logra`, inputs not scaled", ("--method", "logra", *UNSCALED)),
+    "logra-schedule": ("the same, KL 0.03 to 0.01 for every step", ("--method", "logra", *UNSCALED, *SCHEDULE)),
+    "logra-r32": ("the same, rank 32", ("--method", "logra", "--logra.rank", "32", *UNSCALED, *SCHEDULE)),
     "adamw": ("dense AdamW, lr 3e-5", ("--method", "adamw")),
     "lora": ("LoRA, all linear, rank 16, lr 3e-4", ("--method", "lora")),
     "galore": ("GaLore, rank 64, lr 3e-4", ("--method", "galore")),

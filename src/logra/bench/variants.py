@@ -8,12 +8,16 @@ from typing import Any
 
 from logra.bench.harness import Cell, Results, require_known
 from logra.bench.lab import training
-from logra.bench.learning import BUDGET
+from logra.bench.learning import BUDGET, SCHEDULE, UNSCALED
 
 KL = (*BUDGET, "--trust.alpha-max", "1e6")
-"""The KL per step of `logra-schedule` in `logra bench learning`; a learning rate only sets the length that is then scaled."""
+"""The KL per step of the baselines at equal KL and of `paper`; a learning rate only sets the length that is then scaled."""
 ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "logra-m8": ("`logra`, momentum 0.8", ("--method", "logra", "--logra.momentum", "0.8")),
+    "logra-m8": (
+        "`logra`, inputs not scaled, momentum 0.8",
+        ("--method", "logra", "--logra.momentum", "0.8", *UNSCALED),
+    ),
+    "logra-kl": ("`logra`, equal KL", ("--method", "logra", *SCHEDULE)),
     "adamw-1e-5": ("dense AdamW, lr 1e-5", ("--method", "adamw", "--adamw.lr", "1e-5")),
     "adamw-1e-4": ("dense AdamW, lr 1e-4", ("--method", "adamw", "--adamw.lr", "1e-4")),
     "lora-r4": ("LoRA, rank 4, alpha 8, lr 3e-4", ("--method", "lora", "--lora.rank", "4", "--lora.alpha", "8")),

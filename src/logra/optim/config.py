@@ -24,8 +24,9 @@ class Config:
     """Keep S = G Aᵀ alone, or S and T = B G and recover the gradient from both."""
     side: Literal["in", "out", "auto"] = "in"
     """one_sided: keep G Aᵀ ("in"), B G ("out"), or the smaller of the two ("auto")."""
-    input_scaling: bool = False
-    """Damp input features by their root second moment (EMA over updates, rounded to powers of two)."""
+    input_scaling: bool = True
+    """Damp input features by their root second moment (EMA over updates, rounded to powers of two): text that has nothing to
+    do with the task is disturbed several times less."""
     direction: Literal["row_adam", "spectral", "factored"] = "spectral"
     """What is made of the gradient: see logra.optim.direction. "factored" needs two_sided."""
     restore_norm: bool = False

@@ -8,16 +8,18 @@ import torch
 from logra.bench.lab.arms import Arm, DenseSpectral
 
 DEFAULT = "spectral-16-m"
-"""The arm with the defaults of `logra.Config`, spelled out so that cells keep their meaning when a default changes."""
+"""The arm that the others are compared with: the defaults of `logra.Config` but for input scaling, spelled out so that cells
+keep their meaning when a default changes."""
 
 
 def _two_sided(constants: Mapping[str, Any] | None = None, **settings: Any) -> Arm:
     defaults = {"sketch": "two_sided", "direction": "spectral", "rank": 16, "momentum": 0.9, "factor_bits": 4}
-    return Arm(defaults | settings, constants=constants or {})
+    return Arm(defaults | {"input_scaling": False} | settings, constants=constants or {})
 
 
 def _one_sided(direction: str, rank: int, **settings: Any) -> Arm:
-    return Arm({"sketch": "one_sided", "direction": direction, "rank": rank, "momentum": 0.0} | settings)
+    one_sided = {"sketch": "one_sided", "direction": direction, "rank": rank, "momentum": 0.0, "input_scaling": False}
+    return Arm(one_sided | settings)
 
 
 def _row_adam(rank: int, *, scaled: bool) -> Arm:
@@ -104,7 +106,7 @@ AXES: dict[str, dict[str, str]] = {
         **{f"one-sided, {side}, held for 20": f"one-sided-{side}-held" for side in ("in", "out", "auto")},
     },
     "input scaling": {
-        "none (default)": "spectral-16-m",
+        "none (as in the other tables)": "spectral-16-m",
         "c^(-1/2), within 2^±4, EMA 0.95": "scaled",
         "within 2^±2": "scaled-clamp-2",
         "EMA 0.8": "scaled-ema-0.8",

@@ -91,6 +91,7 @@ def summary(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
     for title, cells in runs.items():
         results = [cell["results"] for cell in cells]
         before = statistics.fmean(result["heldout"]["before"] for result in results)
+        peaks = [peak for result in results if (peak := result["peak_memory_bytes"]) is not None]  # null: not known
         disturbance = [cell["unrelated_kl"] for cell in cells if "unrelated_kl" in cell]
         rows.append(
             [
@@ -100,7 +101,7 @@ def summary(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
                 spread([result["mean_reward_last_3_steps"] for result in results]),
                 f"{spread([result['heldout']['after'] for result in results])} ({before:.2f})",
                 spread(disturbance, 3) if len(disturbance) == len(cells) else "-",
-                f"{max(result['peak_memory_bytes'] for result in results) / 2**30:.2f} GiB",
+                f"{max(peaks) / 2**30:.2f} GiB" if peaks else "-",
                 f"{statistics.fmean(sent_bytes(cell) for cell in cells) / 1e6:.3g} MB",
             ]
         )

@@ -47,15 +47,21 @@ def update_scales(
         state: parameter -> its optimizer state.
         refresh: set the scales anew; they change together with the projections only.
     """
+    if not targets:
+        return
+    parts = []
     for target in targets:
         moments = capture.input_moments(target.fqn)
         square_sum, num_tokens = moments or (torch.zeros(target.in_features, device=target.parameter.device), 0.0)
-        totals = torch.cat([square_sum, square_sum.new_tensor([num_tokens])])
-        distributed.sum_(totals)
-        if totals[-1].item() == 0:
+        parts += [square_sum, square_sum.new_tensor([num_tokens])]
+    totals = torch.cat(parts)  # one collective for all of them
+    distributed.sum_(totals)
+    summed = totals.split([part.numel() for part in parts])
+    for target, square_sum, num_tokens in zip(targets, summed[::2], summed[1::2], strict=True):
+        if num_tokens.item() == 0:
             continue  # no token reached it (an expert, say): its scales stay
         own = state[target.parameter]
-        own["input_second_moment"] = moment_ema(own.get("input_second_moment"), totals[:-1] / totals[-1])
+        own["input_second_moment"] = moment_ema(own.get("input_second_moment"), square_sum / num_tokens)
         if refresh:
             own["input_exponents"] = exponents(own["input_second_moment"])
             capture.set_exponents(target.fqn, own["input_exponents"])

@@ -93,9 +93,11 @@ def held_bytes(shapes: Shapes, method: Method, num_gpus: int, rank: int) -> dict
         adapters = 4 * sum(_shard(shape, num_gpus) for shape in _adapters(shapes, rank))
         held["non_target_parameters"] += adapters
         return held | {"gradients": adapters, "optimizer_state": 2 * adapters}
+    # Of every input feature, on every GPU: its second moment, its scale, and its scale in the momentum. Siblings share some.
+    scales = 3 * 4 * shapes.factor_entries(out=0)
     return held | {
         "sketches": 4 * rank * shapes.factor_entries(in_=2),
-        "optimizer_state": 4 * rank * _owned_entries(shapes, num_gpus),
+        "optimizer_state": 4 * rank * _owned_entries(shapes, num_gpus) + scales,
         "sync": _integer_bytes(shapes, rank),
     }
 
@@ -173,8 +175,9 @@ def reduction(
 
     FSDP2 reduce-scatters dense gradients and those of adapters after every micro-batch, one group a layer, here in bf16.
     Sketches are reduced once, in fp32 buckets, each to the owner of its target; each owner then broadcasts the fp32 factors
-    of its proposals, in buckets too, for a trust region to price, and the integers. Bytes are those of rings, over which the
-    owners' shares come to a reduce-scatter and all-gathers, and a collective takes log2 N hops besides, as in trees.
+    of its proposals, in buckets too, for a trust region to price, and the integers. One all-reduce sums the second moments of
+    all input features. Bytes are those of rings, over which the owners' shares come to a reduce-scatter and all-gathers. A
+    collective takes log2 N hops besides, as in trees.
 
     Args:
         shapes: of the model.
@@ -189,8 +192,9 @@ def reduction(
         sketches, factors = 4 * rank * shapes.factor_entries(in_=2), 4 * rank * shapes.factor_entries()
         num_owners = min(num_gpus, len(shapes.targets))
         # Buckets of sketches and of factors are cut at each owner's last one; its integers are sent at once.
-        num_rounds = math.ceil(sketches / BUCKET_BYTES) + math.ceil(factors / BUCKET_BYTES) + 3 * num_owners
-        sent = share * (sketches + factors + _integer_bytes(shapes, rank))
+        num_rounds = math.ceil(sketches / BUCKET_BYTES) + math.ceil(factors / BUCKET_BYTES) + 3 * num_owners + 1
+        moments = 4 * (shapes.factor_entries(out=0) + len(shapes.targets))
+        sent = share * (sketches + factors + _integer_bytes(shapes, rank) + 2 * moments)
     else:
         trained = shapes.num_parameters if method == "adamw" else rank * shapes.factor_entries()
         num_rounds = num_micro_batches * (shapes.num_layers + 1)

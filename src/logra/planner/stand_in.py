@@ -1,7 +1,8 @@
 """Answers for a training step that asks fake tensors for their values.
 
 A traced step has shapes and no numbers, but it does ask: is the norm finite, is it zero, how far may the step go? The
-answers here are those of a step that goes well: comparisons hold, except for equality, and every other number is one.
+answers here are those of a step that goes well: comparisons hold, except for equality of elements, and every other number is
+one. Whole tensors that are compared are equal: they are the input scales of modules that read one tensor.
 """
 
 import weakref
@@ -14,7 +15,7 @@ _EQUALITIES = ("aten.eq.", "aten.isnan.", "aten.isinf.")
 
 
 class StandIn(TorchDispatchMode):
-    """Answers `.item()`, `bool()` and `.tolist()` of fake tensors. Enter it inside a `FakeTensorMode`."""
+    """Answers `.item()`, `bool()`, `.tolist()` and `torch.equal` of fake tensors. Enter it inside a `FakeTensorMode`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,6 +26,8 @@ class StandIn(TorchDispatchMode):
             if getattr(args[0], "constant", None) is not None:
                 return func(*args)  # the fake mode knows the values of constants
             return self._answer(args[0])
+        if func is torch.ops.aten.equal.default:
+            return True
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and result.dtype == torch.bool and str(func).startswith(_EQUALITIES):
             self._false.add(result.untyped_storage())

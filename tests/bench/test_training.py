@@ -42,7 +42,7 @@ def test_supervised_rows_end_with_their_answers_and_nothing_else_counts():
 
 def test_means_are_over_seeds():
     runs = {"a": [cell([0.0] * 3 + [0.5] * 3, 0.5), cell([0.0] * 3 + [1.0] * 3, 0.75)]}
-    row = "| a | 2 | 0.38 (0.25-0.50) | 0.75 (0.50-1.00) | 0.62 (0.50-0.75) (0.25) | - | 1.00 GiB | 269 MB |"
+    row = "| a | 2 | 0.38 (0.25-0.50) | 0.75 (0.50-1.00) | 0.62 (0.50-0.75) (0.25) | - | 1.00 (1.00-1.00) | 269 MB |"
     assert row in training.summary(runs)
     assert training.curves(runs).endswith("| reward in steps | 1-3 | 4-6 |\n|---|---|---|\n| a | 0.00 | 0.75 |")
 
@@ -56,7 +56,7 @@ def test_the_disturbance_is_shown_where_all_seeds_measured_it():
 def test_a_peak_that_is_not_known_is_left_out():
     first, second = (cell([0.5] * 3, 0.5) for _ in range(2))
     first["results"]["peak_memory_bytes"] = None
-    assert "| 1.00 GiB |" in training.summary({"a": [first, second]})
+    assert "| 1.00 |" in training.summary({"a": [first, second]})
     assert "| - | 269 MB |" in training.summary({"a": [first]})
 
 

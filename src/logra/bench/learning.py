@@ -3,6 +3,7 @@
 A cell is one whole run of one method with one seed. The file has its seconds too, which depend on what else ran.
 """
 
+import statistics
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +61,7 @@ def table(results: Results) -> str:
 
 
 def figure(results: Results) -> str:
-    """Mean reward of every three steps with the range over seeds, beside the peak memory of the processes, as SVG."""
+    """Mean reward of every three steps with the range over seeds, beside the mean peak memory of the processes, as SVG."""
     from matplotlib.figure import Figure
 
     present = results.values("arm")
@@ -73,7 +74,7 @@ def figure(results: Results) -> str:
         rewards = [training.by_three_steps(result) for result in runs]
         steps = [3 * index + 2 for index in range(len(rewards[0]))]
         plot_runs(curves, steps, rewards, label=title, colour=colour, marker="o")
-        peak_gib = max(result["results"]["peak_memory_bytes"] for result in runs) / 2**30
+        peak_gib = statistics.fmean(result["results"]["peak_memory_bytes"] for result in runs) / 2**30
         bars.barh(title, peak_gib, color=colour)
         bars.annotate(f"{peak_gib:.2f}", (peak_gib, title), xytext=(3, 0), textcoords="offset points", va="center")
     curves.set(xlabel="step", ylabel="reward (share of right sums)", ylim=(0, 1))

@@ -101,12 +101,12 @@ def summary(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
                 spread([result["mean_reward_last_3_steps"] for result in results]),
                 f"{spread([result['heldout']['after'] for result in results])} ({before:.2f})",
                 spread(disturbance, 3) if len(disturbance) == len(cells) else "-",
-                f"{max(peaks) / 2**30:.2f} GiB" if peaks else "-",
+                spread([peak / 2**30 for peak in peaks]) if peaks else "-",
                 f"{statistics.fmean(sent_bytes(cell) for cell in cells) / 1e6:.3g} MB",
             ]
         )
     header = ["method", "seeds", "reward, all steps", "last 3 steps", "held-out after (before)",
-              "KL on unrelated text", "peak memory", "sent per update"]  # fmt: skip
+              "KL on unrelated text", "peak memory, GiB", "sent per update"]  # fmt: skip
     return markdown_table(header, rows)
 
 

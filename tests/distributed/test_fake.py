@@ -18,6 +18,8 @@ class ScalarsAreOne(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default:
             return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+        if func is torch.ops.aten.equal.default:
+            return True
         return func(*args, **(kwargs or {}))
 
 

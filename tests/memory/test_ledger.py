@@ -114,8 +114,11 @@ def test_what_the_sketched_step_holds(tiny_lm, token_ids):
     whole = 4 * sum(RANK * num_out + 2 * RANK * num_in for num_out, num_in in sizes)
     assert 0.4 * whole < recover["sketches"] <= whole
     momentum = 4 * RANK * sum(num_out + num_in for num_out, num_in in sizes)
-    assert report.resident["optimizer_state"] == momentum
-    assert report.phases["update"].at_peak["optimizer_state"] == 2 * momentum  # the old one and the next
+    # Second moments of the inputs, their scales, and those of the momentum, which siblings share or which have not changed.
+    inputs = 4 * sum(num_in for _, num_in in sizes)
+    assert momentum + 2 * inputs <= report.resident["optimizer_state"] <= momentum + 3 * inputs
+    at_peak = report.phases["update"].at_peak["optimizer_state"]  # the old momentum and the next
+    assert 2 * momentum + 2 * inputs <= at_peak <= 2 * momentum + 3 * inputs
     assert any(peak.at_peak["projections"] > 0 for peak in report.phases.values())
     assert report.resident["projections"] == report.resident["sketches"] == 0
 

@@ -74,9 +74,10 @@ def figure(results: Results) -> str:
         rewards = [training.by_three_steps(result) for result in runs]
         steps = [3 * index + 2 for index in range(len(rewards[0]))]
         plot_runs(curves, steps, rewards, label=title, colour=colour, marker="o")
-        peak_gib = statistics.fmean(result["results"]["peak_memory_bytes"] for result in runs) / 2**30
-        bars.barh(title, peak_gib, color=colour)
-        bars.annotate(f"{peak_gib:.2f}", (peak_gib, title), xytext=(3, 0), textcoords="offset points", va="center")
+        if peaks := training.peaks_gib(runs):
+            peak = statistics.fmean(peaks)
+            bars.barh(title, peak, color=colour)
+            bars.annotate(f"{peak:.2f}", (peak, title), xytext=(3, 0), textcoords="offset points", va="center")
     curves.set(xlabel="step", ylabel="reward (share of right sums)", ylim=(0, 1))
     curves.legend(loc="upper left", fontsize="small", frameon=False)
     bars.set(xlabel="peak memory of the process, GiB")

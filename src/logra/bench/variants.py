@@ -1,6 +1,6 @@
 """Other settings of the methods on the default run: learning rates, ranks, and every method at equal KL per step.
 
-A cell is one whole run, as in `logra bench learning`, whose table has the setting of each method that did best.
+A cell is one whole run, as in `logra bench learning`.
 """
 
 from dataclasses import dataclass

@@ -47,8 +47,6 @@ def update_scales(
         state: parameter -> its optimizer state.
         refresh: set the scales anew; they change together with the projections only.
     """
-    if not targets:
-        return
     parts = []
     for target in targets:
         moments = capture.input_moments(target.fqn)
@@ -57,8 +55,9 @@ def update_scales(
     totals = torch.cat(parts)  # one collective for all of them
     distributed.sum_(totals)
     summed = totals.split([part.numel() for part in parts])
-    for target, square_sum, num_tokens in zip(targets, summed[::2], summed[1::2], strict=True):
-        if num_tokens.item() == 0:
+    counts = torch.cat(summed[1::2]).tolist()
+    for target, square_sum, num_tokens in zip(targets, summed[::2], counts, strict=True):
+        if num_tokens == 0:
             continue  # no token reached it (an expert, say): its scales stay
         own = state[target.parameter]
         own["input_second_moment"] = moment_ema(own.get("input_second_moment"), square_sum / num_tokens)

@@ -4,14 +4,14 @@ Per GPU, with FSDP2 over N GPUs (a tensor of `rows` gives a GPU at most ceil(row
 
     AdamW    weights 4 P/N, gradients 4 P/N, moments 8 P/N
     LoRA     weights 4 P/N, adapters 4 A/N, their gradients 4 A/N, their moments 8 A/N      A = sum of r (out + in)
-    logra    weights 4 P/N, momentum 4 r (out + in) of the targets that the GPU owns, and whole on every GPU, summed over
-             targets [out, in]: sketches 4 r (out + 2 in), the last update (r + 2) (out + in)
+    logra    weights 4 P/N, momentum 4 (r (out + in) + in) of the targets that the GPU owns, and whole on every GPU, summed
+             over targets [out, in]: sketches 4 r (out + 2 in), the last update (r + 2) (out + in), input scales 8 in
 
 These are the bytes that the method or the number of GPUs decides, when the backward of the last micro-batch ends. Gathered
 layers, activations and logits come on top; they belong to the micro-batch (`logra plan` traces them). P counts all
 parameters: AdamW trains all, `logra` its targets, LoRA adapters of the same targets.
 
-`logra` is the default: two_sided, spectral, momentum, fp32 weights, no other weights trained.
+`logra` is the default: two_sided, spectral, momentum, input scaling, fp32 weights, no other weights trained.
 """
 
 import dataclasses
@@ -93,21 +93,19 @@ def held_bytes(shapes: Shapes, method: Method, num_gpus: int, rank: int) -> dict
         adapters = 4 * sum(_shard(shape, num_gpus) for shape in _adapters(shapes, rank))
         held["non_target_parameters"] += adapters
         return held | {"gradients": adapters, "optimizer_state": 2 * adapters}
-    # Of every input feature, on every GPU: its second moment, its scale, and its scale in the momentum. Siblings share some.
-    scales = 3 * 4 * shapes.factor_entries(out=0)
     return held | {
         "sketches": 4 * rank * shapes.factor_entries(in_=2),
-        "optimizer_state": 4 * rank * _owned_entries(shapes, num_gpus) + scales,
+        "optimizer_state": _moments_bytes(shapes, num_gpus, rank) + 2 * 4 * shapes.factor_entries(out=0),
         "sync": _integer_bytes(shapes, rank),
     }
 
 
-def _owned_entries(shapes: Shapes, num_gpus: int) -> int:
-    """Entries of the factors, for a rank of one, of the targets of the GPU that owns most."""
+def _moments_bytes(shapes: Shapes, num_gpus: int, rank: int) -> int:
+    """Momentum and its input scales, of the targets of the GPU that owns most."""
     sizes = [sum(shape) for shape in shapes.targets]
     loads = [0] * num_gpus
-    for size, owner in zip(sizes, shared_out(sizes, num_gpus), strict=True):
-        loads[owner] += size
+    for shape, owner in zip(shapes.targets, shared_out(sizes, num_gpus), strict=True):
+        loads[owner] += 4 * (rank * sum(shape) + shape[1])
     return max(loads)
 
 

@@ -3,6 +3,7 @@
 Units: `time/*_s` seconds, `memory/peak_bytes` and `sync/bytes` bytes, KL and entropy nats per generated token.
 """
 
+import re
 import resource
 import sys
 import time
@@ -39,8 +40,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "linux":  # whose ru_maxrss begins at what the process that started this one held
-        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        return int(status["VmHWM"].split()[0]) * 1024
+        if found := re.search(rb"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_bytes()):
+            return int(found[1]) * 1024
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 

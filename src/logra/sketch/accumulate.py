@@ -76,6 +76,7 @@ class SharedInput:
         self._cast: Tensor | None = None
         self._projected: dict[int, Tensor] = {}
         self._squares: Tensor | None = None
+        self.slots: list[Slot] = []
 
     def signs(self) -> SignFactor:
         """A of the current window."""
@@ -104,7 +105,8 @@ class SharedInput:
     def squares(self, x: Tensor) -> Tensor:
         """Sum over tokens of X², fp32 [columns], of what `read` returned."""
         if self._squares is None:
-            self._squares = x.detach().reshape(-1, x.shape[-1]).float().square().sum(dim=0)
+            rows = x.detach().reshape(-1, x.shape[-1])
+            self._squares = torch.linalg.vector_norm(rows, dim=0, dtype=torch.float32).square()  # without a copy of X
         return self._squares
 
     def _forget(self, source: "weakref.ref[Tensor] | None" = None) -> None:
@@ -132,6 +134,7 @@ class Slot:
         self.exponents: Tensor | None = None
         self.square_sum: Tensor | None = None
         self.num_tokens = 0
+        shared.slots.append(self)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()

@@ -165,8 +165,8 @@ class Capture:
     def set_exponents(self, fqn: str, exponents: Tensor) -> None:
         """Use these input scales from the next window on. Siblings with equal scales come to share X diag(s) Aᵀ."""
         own = self._slots[fqn]
-        for slot in self._slots.values():
-            if slot.shared is own.shared and slot.exponents is not None and torch.equal(slot.exponents, exponents):
+        for slot in own.shared.slots:
+            if slot.exponents is not None and torch.equal(slot.exponents, exponents):
                 exponents = slot.exponents
                 break
         own.exponents = exponents

@@ -91,7 +91,6 @@ def summary(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
     for title, cells in runs.items():
         results = [cell["results"] for cell in cells]
         before = statistics.fmean(result["heldout"]["before"] for result in results)
-        peaks = [peak for result in results if (peak := result["peak_memory_bytes"]) is not None]  # null: not known
         disturbance = [cell["unrelated_kl"] for cell in cells if "unrelated_kl" in cell]
         rows.append(
             [
@@ -101,7 +100,7 @@ def summary(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
                 spread([result["mean_reward_last_3_steps"] for result in results]),
                 f"{spread([result['heldout']['after'] for result in results])} ({before:.2f})",
                 spread(disturbance, 3) if len(disturbance) == len(cells) else "-",
-                spread([peak / 2**30 for peak in peaks]) if peaks else "-",
+                spread(peaks) if (peaks := peaks_gib(cells)) else "-",
                 f"{statistics.fmean(sent_bytes(cell) for cell in cells) / 1e6:.3g} MB",
             ]
         )
@@ -110,14 +109,24 @@ def summary(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
     return markdown_table(header, rows)
 
 
+def peaks_gib(cells: Sequence[dict[str, Any]]) -> list[float]:
+    """Peak memory of every run, GiB; empty where a run does not know its own.
+
+    Args:
+        cells: what `run` returned for every seed.
+    """
+    peaks = [cell["results"]["peak_memory_bytes"] for cell in cells]
+    return [] if None in peaks else [peak / 2**30 for peak in peaks]
+
+
 def sent_bytes(cell: dict[str, Any]) -> float:
     """What a replica needs of one update: the mean packet; of a baseline, which has none, its adapters or weights in bf16.
 
     Args:
         cell: what `run` returned.
     """
-    if "sync/bytes" in cell["curves"]:
-        return statistics.fmean(cell["curves"]["sync/bytes"])
+    if packets := [size for size in cell["curves"].get("sync/bytes", ()) if size]:  # 0: a step that was skipped
+        return statistics.fmean(packets)
     words = cell["train"].split()
     if "lora" not in words:
         return 2 * NUM_WEIGHTS

@@ -29,7 +29,7 @@ METHODS = {
     "adamw": "dense AdamW (fused)",
     "lora": "LoRA (peft), AdamW (fused) on the adapters",
     "galore": "GaLore (galore-torch) AdamW",
-    "logra": "`logra` (two-sided, spectral, momentum 0.9)",
+    "logra": "`logra` (two-sided, spectral, momentum 0.9, input scaling)",
     "paper": "`paper` (one-sided `row_adam`)",
 }
 VOCABULARY = 1024
@@ -119,8 +119,9 @@ def table(results: Results) -> str:
     """Times and ratios, then the parts of an update."""
     settings = results.settings
     tokens = settings["num_micro_batches"] * NUM_RESPONSES * settings["num_tokens"]
+    whole = f", or {SMOLLM2}, rank {SMOLLM2_RANK}" if any("model" in record.cell for record in results.records) else ""
     intro = (
-        f"{settings['num_layers']} block(s), rank {settings['rank']}, or {SMOLLM2}, rank {SMOLLM2_RANK}; {tokens} tokens per "
+        f"{settings['num_layers']} block(s), rank {settings['rank']}{whole}; {tokens} tokens per "
         f"update in {settings['num_micro_batches']} micro-batches, fp32; median (range) of {settings['num_rounds']} rounds. "
         "The trust region reads at least 128 tokens and 2 responses, however many there are."
     )

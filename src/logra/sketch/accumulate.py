@@ -106,7 +106,8 @@ class SharedInput:
         """Sum over tokens of X², fp32 [columns], of what `read` returned."""
         if self._squares is None:
             rows = x.detach().reshape(-1, x.shape[-1])
-            self._squares = torch.linalg.vector_norm(rows, dim=0, dtype=torch.float32).square()  # without a copy of X
+            norms: Tensor = torch.linalg.vector_norm(rows, dim=0, dtype=torch.float32)  # without a copy of X
+            self._squares = norms.square()
         return self._squares
 
     def _forget(self, source: "weakref.ref[Tensor] | None" = None) -> None:

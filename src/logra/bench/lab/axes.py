@@ -13,8 +13,9 @@ keep their meaning when a default changes."""
 
 
 def _two_sided(constants: Mapping[str, Any] | None = None, **settings: Any) -> Arm:
-    defaults = {"sketch": "two_sided", "direction": "spectral", "rank": 16, "momentum": 0.9, "factor_bits": 4}
-    return Arm(defaults | {"input_scaling": False} | settings, constants=constants or {})
+    defaults = {"sketch": "two_sided", "direction": "spectral", "rank": 16, "momentum": 0.9, "factor_bits": 4,
+                "input_scaling": False}  # fmt: skip
+    return Arm(defaults | settings, constants=constants or {})
 
 
 def _one_sided(direction: str, rank: int, **settings: Any) -> Arm:

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from logra.bench import harder_tasks, learning, variants
 from logra.bench.harness import Results
 from logra.bench.harness.results import Record
-from logra.bench.lab import training
+from logra.bench.lab import training, warm_start
 from logra.bench.lab.warm_start import supervised_batch
 from logra.cli.train import parse
 from logra.errors import ConfigError
@@ -152,3 +152,25 @@ def test_tasks_are_shown_one_after_the_other():
     text = harder_tasks.table(Results("harder_tasks", {}, records))
     assert text.index("**products of one digit**") < text.index("**sums and differences of two digits")
     assert text.count("| `logra`") == 4
+
+
+def test_warm_starts_come_from_the_cache_the_second_time_and_never_half_made(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOGRA_CACHE", str(tmp_path))
+    made = []
+
+    def teach(folder, task, task_options, *, seed):
+        folder.mkdir()
+        made.append((task, task_options, seed))
+        if len(made) == 1:
+            raise KeyboardInterrupt
+        (folder / "seed").write_text(str(seed))
+
+    monkeypatch.setattr(warm_start, "_teach", teach)
+    with pytest.raises(KeyboardInterrupt):
+        warm_start.warm_start("chain_sum", {"max_digits": 2}, seed=1)
+    for options, seed in (({"max_digits": 2}, 1), ({"max_digits": 2}, 1), ({"max_digits": 2}, 2), ({}, 1)):
+        folder = warm_start.warm_start("chain_sum", options, seed=seed)
+        assert (folder / "seed").read_text() == str(seed)
+    tasks = [({"max_digits": 2}, 1), ({"max_digits": 2}, 1), ({"max_digits": 2}, 2), ({}, 1)]
+    assert made == [("chain_sum", options, seed) for options, seed in tasks]
+    assert len(list(tmp_path.iterdir())) == 3

@@ -1,5 +1,7 @@
 """The default model after a little supervised training on a task that it cannot do at first."""
 
+import hashlib
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,22 +9,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logra.rl.default_model import default_model_path
+from logra.rl.default_model import cache_folder, default_model_path
 from logra.rl.evaluate import encode_prompt
 from logra.rl.tasks import Row, load_task
+from logra.sync.durable import locked
 
 NUM_BATCHES, BATCH_SIZE, LR = 16, 16, 1e-4
 
 
-def warm_start(folder: Path, task: str, task_options: dict[str, Any], *, seed: int) -> None:
-    """Teach the model right answers of problems that are not held out, with dense AdamW, and save it.
+def warm_start(task: str, task_options: dict[str, Any], *, seed: int) -> Path:
+    """The model, taught right answers of problems that are not held out; from the cache folder the second time.
 
     Args:
-        folder: to save model and tokenizer in.
         task: name of a reasoning-gym dataset.
         task_options: its keyword arguments.
         seed: of the problems, as a run with this seed draws them: those that it holds out are not shown.
+
+    Returns:
+        A folder with model and tokenizer.
     """
+    key = f"{Path(__file__).read_text()} {torch.__version__} {task} {sorted(task_options.items())} {seed}"
+    folder = cache_folder() / f"warm-start-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with locked(folder.parent):
+        if not folder.exists():
+            unfinished = folder.with_suffix(".unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
+            _teach(unfinished, task, task_options, seed=seed)
+            unfinished.rename(folder)
+    return folder
+
+
+def _teach(folder: Path, task: str, task_options: dict[str, Any], *, seed: int) -> None:
+    """Train with dense AdamW, and save model and tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model: Any = AutoModelForCausalLM.from_pretrained(default_model_path(), dtype=torch.float32)

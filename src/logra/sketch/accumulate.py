@@ -146,14 +146,20 @@ class Slot:
 
     def begin_window(self) -> None:
         """Drop what the last window left."""
-        self.sketch, self.square_sum, self.num_tokens = Sketch(), None, 0
+        self.sketch, self.num_tokens = Sketch(), 0
+        if self.square_sum is not None:
+            self.square_sum.zero_()
 
     def read(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """X in the compute dtype, and X diag(s) Aᵀ where S is kept; counts the input moments if they are wanted."""
         cast = self.shared.read(x, dtype)
         if self.shared.spec.input_moments:
             squares = self.shared.squares(cast)
-            self.square_sum = squares if self.square_sum is None else self.square_sum + squares
+            if self.square_sum is None:
+                self.square_sum = torch.zeros_like(squares)
+            self.square_sum += (
+                squares  # in place: a new one among the activations would hold the C library's heap in pieces
+            )
             self.num_tokens += x.numel() // x.shape[-1]
         return cast, self.shared.project(cast, self.exponents) if self.keep_in else None
 
@@ -198,7 +204,7 @@ class Slot:
 
         Processes that split the columns of a weight see the same tokens: each counts for its share of one.
         """
-        if self.square_sum is None:
+        if self.square_sum is None or self.num_tokens == 0:
             return None
         columns = self.target.sharding.used.columns
         num_columns = columns[1] - columns[0]

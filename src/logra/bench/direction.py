@@ -44,7 +44,7 @@ class Options:
     """Updates of the policy (two-sided spectral, momentum 0.9) before its gradient is taken."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of the problems, samples and projections."""
-    max_tokens: int = 8192
+    max_tokens: int = 65536
     """Tokens of the largest batch, prompts included; compared at 512, every four times as many, and there."""
     layers_per_kind: int = 2
     """Layers of every kind, spread evenly over depth."""

@@ -157,9 +157,7 @@ class Slot:
             squares = self.shared.squares(cast)
             if self.square_sum is None:
                 self.square_sum = torch.zeros_like(squares)
-            self.square_sum += (
-                squares  # in place: a new one among the activations would hold the C library's heap in pieces
-            )
+            self.square_sum += squares  # a new tensor, among the activations, would keep the heap in pieces
             self.num_tokens += x.numel() // x.shape[-1]
         return cast, self.shared.project(cast, self.exponents) if self.keep_in else None
 

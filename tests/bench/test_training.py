@@ -30,7 +30,8 @@ def cell(rewards, heldout, **more):
         "heldout": {"before": 0.25, "after": heldout},
         "peak_memory_bytes": 2**30,
     }
-    return {"train": "logra train", "results": results, "curves": {"reward/mean": rewards}} | more
+    curves = {"reward/mean": rewards, "time/update_s": [3.0, 5.0], "time/rollout_s": [1.0, 1.0]}
+    return {"train": "logra train", "results": results, "curves": curves} | more
 
 
 def test_supervised_rows_end_with_their_answers_and_nothing_else_counts():
@@ -42,9 +43,15 @@ def test_supervised_rows_end_with_their_answers_and_nothing_else_counts():
 
 def test_means_are_over_seeds():
     runs = {"a": [cell([0.0] * 3 + [0.5] * 3, 0.5), cell([0.0] * 3 + [1.0] * 3, 0.75)]}
-    row = "| a | 2 | 0.38 (0.25-0.50) | 0.75 (0.50-1.00) | 0.62 (0.50-0.75) (0.25) | - | 1.00 (1.00-1.00) | 269 MB |"
+    learned = "0.38 (0.25-0.50) | 0.75 (0.50-1.00) | 0.62 (0.50-0.75) (0.25)"
+    row = f"| a | 2 | {learned} | - | 1.00 (1.00-1.00) | 269 MB | 4.00 (4.00-4.00) |"
     assert row in training.summary(runs)
     assert training.curves(runs).endswith("| reward in steps | 1-3 | 4-6 |\n|---|---|---|\n| a | 0.00 | 0.75 |")
+
+
+def test_seconds_are_those_of_all_updates_over_all_rollouts():
+    curves = {"time/update_s": [1.0, 9.0], "time/rollout_s": [2.0, 3.0]}
+    assert training.seconds_per_rollout_second({"curves": curves}) == 2.0
 
 
 def test_the_disturbance_is_shown_where_all_seeds_measured_it():

@@ -1,6 +1,6 @@
 """Learning curves of every method on the default run of `logra train`: same problems, order, sampling seeds and loss.
 
-A cell is one whole run of one method with one seed. The file has its seconds too, which depend on what else ran.
+A cell is one whole run of one method with one seed.
 """
 
 import statistics

@@ -82,7 +82,7 @@ def table(results: Results, arms: Mapping[str, tuple[str, Sequence[str]]]) -> st
 
 
 def summary(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
-    """Reward, held-out accuracy, disturbance, memory and synchronisation. Seconds on a shared machine would compare its load.
+    """Reward, held-out accuracy, disturbance, memory, synchronisation and time.
 
     Args:
         runs: by title, what `run` returned for every seed.
@@ -102,10 +102,11 @@ def summary(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
                 spread(disturbance, 3) if len(disturbance) == len(cells) else "-",
                 spread(peaks) if (peaks := peaks_gib(cells)) else "-",
                 f"{statistics.fmean(sent_bytes(cell) for cell in cells) / 1e6:.3g} MB",
+                spread([seconds_per_rollout_second(cell) for cell in cells]),
             ]
         )
     header = ["method", "seeds", "reward, all steps", "last 3 steps", "held-out after (before)",
-              "KL on unrelated text", "peak memory, GiB", "sent per update"]  # fmt: skip
+              "KL on unrelated text", "peak memory, GiB", "sent per update", "update / rollout, s/s"]  # fmt: skip
     return markdown_table(header, rows)
 
 
@@ -132,6 +133,15 @@ def sent_bytes(cell: dict[str, Any]) -> float:
         return 2 * NUM_WEIGHTS
     rank = int(words[words.index("--lora.rank") + 1]) if "--lora.rank" in words else LoraConfig().rank
     return 2 * rank * ADAPTED_WIDTH
+
+
+def seconds_per_rollout_second(cell: dict[str, Any]) -> float:
+    """Seconds of all updates (loss, gradients, optimizer, trust region) over those of the rollouts between them.
+
+    The rollouts are about the same work for every method, so that the load of a shared machine falls out.
+    """
+    update, rollout = (sum(cell["curves"][f"time/{phase}_s"]) for phase in ("update", "rollout"))
+    return update / rollout
 
 
 def curves(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:

@@ -1,5 +1,6 @@
 """Rollout engines: found by name, refused where they cannot work, measured."""
 
+import importlib.util
 from types import SimpleNamespace
 
 import pytest
@@ -107,6 +108,14 @@ def test_engines_in_trls_terms(monkeypatch):
     server = trl_arguments(config(engine="vllm_server", server_url="http://host:1"))
     assert (server.use_vllm, server.vllm_mode, server.vllm_server_base_url) == (True, "server", "http://host:1")
     assert trl_arguments(config(engine="vllm_server")).vllm_server_base_url == "http://127.0.0.1:8000"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "vllm_server"])
+def test_a_missing_vllm_is_found_early_and_says_what_to_do(monkeypatch, engine):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else find(name, *rest))
+    with pytest.raises(ConfigError, match=r"pip install 'logra\[vllm\]'.*rollout.engine=transformers.*use_vllm=False"):
+        trl_arguments(config(engine=engine))
 
 
 def test_a_fleet_in_trls_terms(monkeypatch):

@@ -5,15 +5,11 @@ which slows the process down and makes it larger: the two are not to be read off
 """
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from logra.bench.harness import Cell, Ratio, Results, markdown_table, require_known
+from logra.bench.lab.training import trained
 from logra.memory.table import method_table, readable
 from logra.planner.options import METHODS
 
@@ -50,12 +46,9 @@ def cells(options: Options) -> list[Cell]:
 def run_cell(cell: Cell, options: Options) -> dict[str, Any]:
     """Train, and keep memory.json."""
     flags = ["--method", cell["method"], "--model", options.model, "--run.num-steps", str(options.num_steps),
-             "--num-heldout", "0", "--run.num-threads", os.environ.get("OMP_NUM_THREADS", "1"),
-             "--profile", str(cell["kind"] == "profile").lower()]  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "logra.cli.main", "train", "--output-dir", f"{folder}/run", *flags]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        return json.loads(Path(folder, "run", "memory.json").read_text())
+             "--num-heldout", "0", "--profile", str(cell["kind"] == "profile").lower()]  # fmt: skip
+    with trained(*flags) as run:
+        return json.loads((run / "memory.json").read_text())
 
 
 def table(results: Results) -> str:

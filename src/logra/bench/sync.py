@@ -7,9 +7,6 @@ part of every row.
 """
 
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from logra.bench.harness import Cell, Ratio, Results, markdown_table, spread
+from logra.bench.lab.training import trained
 from logra.bench.transfer.alternatives import full_bytes, low_rank_bytes, sparse_delta
 from logra.bench.transfer.resample import QWEN_7B, SMOLLM2, Architecture, resampled
 from logra.errors import ConfigError
@@ -72,14 +70,12 @@ def cells(options: Options) -> list[Cell]:
 
 def run_cell(cell: Cell, options: Options) -> dict[str, Any]:
     """Train, and measure the last step: {model: numbers}."""
-    with tempfile.TemporaryDirectory(prefix="logra-bench-") as folder:
-        train = [sys.executable, "-m", "logra.cli.main", "train", "--output-dir", f"{folder}/run"]
-        flags = ["--run.num-steps", str(options.num_steps), "--run.seed", str(cell["seed"]), "--num-heldout", "0"]
-        subprocess.run([*train, *flags], check=True, stdout=subprocess.DEVNULL)
-        log = DirectoryLog(f"{folder}/run/updates")
+    flags = ("--run.num-steps", str(options.num_steps), "--run.seed", str(cell["seed"]), "--num-heldout", "0")
+    with trained(*flags) as run:
+        log = DirectoryLog(run / "updates")
         update = log.read(log.latest())
         return {
-            SMOLLM2.name: measure_step(log, _base_model(), Path(folder), SMOLLM2, options.num_repeats),
+            SMOLLM2.name: measure_step(log, _base_model(), run, SMOLLM2, options.num_repeats),
             QWEN_7B.name: measure_shapes(update, QWEN_7B, options.num_repeats),
         }
 

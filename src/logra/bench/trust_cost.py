@@ -5,18 +5,14 @@ completions of 256 tokens, whose rollout, many times as long as on a GPU, is lef
 """
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from logra.bench.harness import Cell, Results, markdown_table
+from logra.bench.lab.training import trained
 
 CASES = {
     "default": "default run: 64 completions of at most 12 tokens, whole step",
@@ -45,12 +41,8 @@ def run_cell(cell: Cell, options: Options) -> dict[str, Any]:
 
 
 def _default_run(num_steps: int) -> dict[str, Any]:
-    threads = os.environ.get("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "logra.cli.main", "train", "--output-dir", f"{folder}/run", "--num-heldout", "0",
-                   "--run.num-steps", str(num_steps), "--run.num-threads", threads]  # fmt: skip
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
+    with trained("--num-heldout", "0", "--run.num-steps", str(num_steps)) as run:
+        lines = (run / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines][1:]
     return {
         "probe_s": [step["time/probe_s"] for step in steps],

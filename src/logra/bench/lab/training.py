@@ -9,7 +9,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +35,32 @@ def run(flags: Sequence[str], *, seed: int, model: Path | None = None) -> dict[s
         {"train": the command without its folders, "results": of results.json, "curves": {name: values by step},
         "unrelated_kl": exact KL(first policy || last policy) on unrelated text, nats per token}.
     """
-    threads = os.environ.get("OMP_NUM_THREADS", "1")
-    flags = [*flags, "--run.seed", str(seed), "--run.num-threads", threads]
+    flags = [*flags, "--run.seed", str(seed)]
     start = [] if model is None else ["--model", str(model)]
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder, "run")
-        command = [sys.executable, "-m", "logra.cli.main", "train", "--output-dir", str(output), *flags, *start]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    with trained(*flags, *start) as output:
         results = json.loads((output / "results.json").read_text())
         steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
         kl = unrelated_kl(model, output / "model")
     curves = {key: [step.get(key) for step in steps] for key in CURVES if any(key in step for step in steps)}
     return {"train": " ".join(["logra train", *flags]), "results": results, "curves": curves, "unrelated_kl": kl}
+
+
+@contextmanager
+def trained(*flags: str) -> Iterator[Path]:
+    """The folder of a run of `logra train` in a process of its own; gone afterwards.
+
+    Args:
+        flags: all but the folder and the number of threads, which is this process's.
+
+    Raises:
+        CalledProcessError: the run ended with another exit code than 0; it has said why.
+    """
+    with tempfile.TemporaryDirectory(prefix="logra-bench-") as folder:
+        output = Path(folder, "run")
+        command = [sys.executable, "-m", "logra.cli.main", "train", "--output-dir", str(output), *flags]
+        threads = ["--run.num-threads", os.environ.get("OMP_NUM_THREADS", "1")]
+        subprocess.run([*command, *threads], check=True, stdout=subprocess.DEVNULL)
+        yield output
 
 
 def unrelated_kl(before: Path | None, after: Path) -> float:

@@ -57,11 +57,23 @@ def engine_options() -> dict[str, Any]:
     Raises:
         ConfigError: none is installed.
     """
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError("vLLM is not installed. Run: pip install 'logra[vllm]'")
+    require_vllm()
     if backend_factory() is None:
         return {"worker_extension_cls": EXTENSION}
     return {"weight_transfer_config": {"backend": BACKEND}}
+
+
+def require_vllm() -> None:
+    """Say what to do where vLLM is missing.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "vLLM is not installed. Run: pip install 'logra[vllm]'. Or sample without it: rollout.engine=transformers in "
+            "`logra train`, use_vllm=False in TRL"
+        )
 
 
 def _transport(llm: Any) -> Transport:

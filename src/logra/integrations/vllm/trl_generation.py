@@ -9,7 +9,6 @@ Sampling, prompts and log-probabilities are TRL's. The trainer refuses `vllm_ena
 weights after every generation, and there would be nothing left to update.
 """
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +20,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from logra.errors import ConfigError, SyncError
 from logra.integrations.vllm.client import Delivery, EngineClient
-from logra.integrations.vllm.engine import VLLMEngine, engine_options
+from logra.integrations.vllm.engine import VLLMEngine, engine_options, require_vllm
 from logra.integrations.vllm.follower import Follower
 from logra.integrations.vllm.server import VLLMServer
 from logra.sync.protocols import PolicyOptimizer, UpdateLog
@@ -127,8 +126,7 @@ def generation_class() -> type[FollowingGeneration]:
     Raises:
         ConfigError: vLLM is not installed.
     """
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError("use_vllm=True: vLLM is not installed. Run: pip install 'logra[vllm]'")
+    require_vllm()
     return FollowingGeneration
 
 

@@ -17,6 +17,7 @@ SCHEDULE = ("--logra.coherence-scaling", "false", *BUDGET)
 UNSCALED = ("--logra.input-scaling", "false")
 ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "logra": ("`logra` (two-sided, spectral, momentum 0.9, input scaling, rank 16)", ("--method", "logra")),
+    "logra-2e-4": ("`logra`, lr 2e-4", ("--method", "logra", "--logra.lr", "2e-4")),
     "logra-unscaled": ("`logra`, inputs not scaled", ("--method", "logra", *UNSCALED)),
     "logra-schedule": ("the same, KL 0.03 to 0.01 for every step", ("--method", "logra", *UNSCALED, *SCHEDULE)),
     "logra-r32": ("the same, rank 32", ("--method", "logra", "--logra.rank", "32", *UNSCALED, *SCHEDULE)),

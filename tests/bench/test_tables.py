@@ -89,7 +89,7 @@ def test_settings_are_compared_with_the_default_of_their_own_seed():
     from logra.bench.harness.results import Record, Results
 
     def record(arm, seed, accuracy):
-        result = {"after": {"trained": accuracy, "heldout": 0.5}, "reward": [0.4], "collateral_kl": [0.2, None],
+        result = {"after": {"trained": accuracy, "heldout": accuracy / 2}, "reward": [0.4], "collateral_kl": [0.2, None],
                   "realised_kl": [0.1, 0.1]}  # fmt: skip
         return Record(
             cell={"arm": arm, "seed": seed}, result=result, machine={}, commit=None, dirty=None, date=None, command="",
@@ -99,9 +99,13 @@ def test_settings_are_compared_with_the_default_of_their_own_seed():
     records = [record("spectral-16-m", 0, 0.50), record("spectral-16-m", 1, 0.70), record("spectral-16-m", 2, 0.1)]
     records += [record("spectral-8-m", 0, 0.51), record("spectral-8-m", 1, 0.73)]
     text = settings.table(Results("settings", {}, records))
-    assert "| 8 | 2 | 0.62 (0.51-0.73) | 0.50 (0.50-0.50) | 0.40 (0.40-0.40) | 2000 (2000-2000) | +2.0 ± 1.0 |" in text
+    row = "| 8 | 2 | 0.62 (0.51-0.73) | 0.31 (0.26-0.36) | 0.40 (0.40-0.40) | 2000 (2000-2000) | +2.0 ± 1.0 | +1.0 ± 0.5 |"
+    assert row in text
+    assert "| 16 (default) | 3 | 0.43 (0.10-0.70) | 0.22 (0.05-0.35) |" in text and "| 2000 (2000-2000) | 0 | 0 |" in text
     assert "| rank | seeds |" in text and "bits of the factors" not in text
     assert "32" not in text and "nan" not in text
+    alone = settings.table(Results("settings", {}, [record("spectral-8-m", 0, 0.5), record("spectral-32-m", 0, 0.5)]))
+    assert alone.count("| 2000 | - | - |") == 2
     assert [cell["seed"] for cell in settings.cells(settings.Options(arms=("spectral-8-m",)))] == [0, 1, 2]
     with pytest.raises(ConfigError, match="spectral-9"):
         settings.Options(arms=("spectral-9",))

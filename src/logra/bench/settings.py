@@ -82,29 +82,33 @@ def table(results: Results) -> str:
             if seeds:
                 runs = [by_cell[arm, seed] for seed in seeds]
                 pairs = [(by_cell[arm, seed], by_cell[DEFAULT, seed]) for seed in seeds if (DEFAULT, seed) in by_cell]
-                rows.append([label, str(len(seeds)), *_columns(runs), _difference(pairs) if arm != DEFAULT else "0"])
+                rows.append([label, str(len(seeds)), *_columns(runs), *_differences(pairs)])
         if len(rows) > 1:
             texts.append(markdown_table([axis, *HEADER], rows))
     return "\n\n".join(texts)
 
 
-HEADER = ("seeds", "accuracy", "on held-out sums", "reward, all rollouts", "collateral / on-task KL, x 1000",
-          "accuracy less the default's, x 100")  # fmt: skip
+SUMS = {"trained": "trained sums", "heldout": "held-out sums"}
+HEADER = ("seeds", *(f"accuracy, {kind}" for kind in SUMS.values()), "reward, all rollouts",
+          "collateral / on-task KL, x 1000", *(f"less the default's x 100, {kind}" for kind in SUMS.values()))  # fmt: skip
 
 
 def _columns(runs: list[dict[str, Any]]) -> list[str]:
     collateral = [1000 * mean_of(run["collateral_kl"]) / mean_of(run["realised_kl"]) for run in runs]
     return [
-        spread([run["after"]["trained"] for run in runs]),
-        spread([run["after"]["heldout"] for run in runs]),
+        *(spread([run["after"][kind] for run in runs]) for kind in SUMS),
         spread([mean_of(run["reward"]) for run in runs]),
         spread(collateral, 0),
     ]
 
 
-def _difference(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
-    """Mean over seeds and its standard error."""
-    found = [100 * (run["after"]["trained"] - other["after"]["trained"]) for run, other in pairs]
-    if len(found) < 2:
-        return "".join(f"{value:+.1f}" for value in found)
-    return f"{statistics.fmean(found):+.1f} ± {statistics.stdev(found) / len(found) ** 0.5:.1f}"
+def _differences(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[str]:
+    """Mean difference in accuracy over seeds, and its standard error; 0 of the default itself, - where it has not run."""
+    if not pairs:
+        return ["-"] * len(SUMS)
+    texts = []
+    for kind in SUMS:
+        found = [100 * (run["after"][kind] - other["after"][kind]) for run, other in pairs]
+        error = f" ± {statistics.stdev(found) / len(found) ** 0.5:.1f}" if any(found) and len(found) > 1 else ""
+        texts.append(f"{statistics.fmean(found):+.1f}{error}" if any(found) else "0")
+    return texts

@@ -101,7 +101,9 @@ def test_settings_are_compared_with_the_default_of_their_own_seed():
     text = settings.table(Results("settings", {}, records))
     row = "| 8 | 2 | 0.62 (0.51-0.73) | 0.31 (0.26-0.36) | 0.40 (0.40-0.40) | 2000 (2000-2000) | +2.0 ± 1.0 | +1.0 ± 0.5 |"
     assert row in text
-    assert "| 16 (default) | 3 | 0.43 (0.10-0.70) | 0.22 (0.05-0.35) |" in text and "| 2000 (2000-2000) | 0 | 0 |" in text
+    assert (
+        "| 16 (default) | 3 | 0.43 (0.10-0.70) | 0.22 (0.05-0.35) |" in text and "| 2000 (2000-2000) | 0 | 0 |" in text
+    )
     assert "| rank | seeds |" in text and "bits of the factors" not in text
     assert "32" not in text and "nan" not in text
     alone = settings.table(Results("settings", {}, [record("spectral-8-m", 0, 0.5), record("spectral-32-m", 0, 0.5)]))

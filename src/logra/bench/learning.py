@@ -19,8 +19,14 @@ ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "logra": ("`logra` (two-sided, spectral, momentum 0.9, input scaling, rank 16)", ("--method", "logra")),
     "logra-2e-4": ("`logra`, lr 2e-4", ("--method", "logra", "--logra.lr", "2e-4")),
     "logra-unscaled": ("`logra`, inputs not scaled", ("--method", "logra", *UNSCALED)),
-    "logra-schedule": ("`logra`, inputs not scaled, KL 0.03 to 0.01 for every step", ("--method", "logra", *UNSCALED, *SCHEDULE)),
-    "logra-r32": ("the same as in the row before, rank 32", ("--method", "logra", "--logra.rank", "32", *UNSCALED, *SCHEDULE)),
+    "logra-schedule": (
+        "`logra`, inputs not scaled, KL 0.03 to 0.01 for every step",
+        ("--method", "logra", *UNSCALED, *SCHEDULE),
+    ),
+    "logra-r32": (
+        "the same, rank 32",
+        ("--method", "logra", "--logra.rank", "32", *UNSCALED, *SCHEDULE),
+    ),
     "adamw": ("dense AdamW, lr 3e-5", ("--method", "adamw")),
     "lora": ("LoRA, all linear, rank 16, lr 3e-4", ("--method", "lora")),
     "galore": ("GaLore, rank 64, lr 3e-4", ("--method", "galore")),

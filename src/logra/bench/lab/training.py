@@ -121,7 +121,7 @@ def summary(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
             ]
         )
     header = ["method", "seeds", "reward, all steps", "last 3 steps", "held-out after (before)",
-              "KL on unrelated text", "peak memory, GiB", "sent per update", "seconds of updates per second of rollout"]  # fmt: skip
+              "KL on unrelated text", "peak memory, GiB", "sent per update", "updates / rollouts, seconds"]  # fmt: skip
     return markdown_table(header, rows)
 
 

@@ -1,5 +1,6 @@
 """`logra report`, and the report at the end of `logra train`."""
 
+import shutil
 import json
 import sys
 from types import SimpleNamespace
@@ -24,7 +25,8 @@ def test_the_file_lies_in_the_run_or_where_it_is_told_to(run_folder, tmp_path, m
     assert main(["report", str(run_folder)]) == 0
     assert "report.html" in capsys.readouterr().out
     assert (run_folder / "report.html").read_text().startswith("<!doctype html>")
-    assert main(["report", str(run_folder), str(run_folder)]) == 0
+    other = shutil.copytree(run_folder, tmp_path / "other")
+    assert main(["report", str(run_folder), str(other)]) == 0
     assert (tmp_path / "report.html").exists()
     assert main(["report", str(run_folder), "--output", str(tmp_path / "new" / "x.html")]) == 0
     assert (tmp_path / "new" / "x.html").exists()

@@ -5,6 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from logra.errors import ConfigError
 from logra.report import figure, write_report
 from logra.report.groups import group_runs
 from logra.report.panels import SECTIONS
@@ -111,6 +112,36 @@ def test_a_report_that_fails_leaves_the_old_one(make_run, tmp_path):
     with pytest.raises(ValueError, match="must be the folder of a run"):
         write_report([make_run("a"), tmp_path], output)
     assert output.read_text() == "old"
+
+
+def test_an_output_that_cannot_be_written_is_found_before_anything_is_drawn(make_run, tmp_path, monkeypatch):
+    def render(groups):
+        raise AssertionError("drawn")
+
+    monkeypatch.setattr("logra.report.page.render", render)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    for output in (tmp_path / "folder", tmp_path / "file" / "report.html"):
+        with pytest.raises(OSError, match=r"folder|file"):
+            write_report([make_run(f"run-{output.name}")], output)
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_run_named_twice_is_not_two_seeds(make_run, tmp_path):
+    folder = make_run("a")
+    with pytest.raises(ConfigError, match="named twice"):
+        write_report([folder, folder / ".." / "a"], tmp_path / "report.html")
+
+
+def test_numbers_that_nobody_can_draw_are_left_out(make_run, tmp_path):
+    """Also a name that mathtext would read as an unfinished formula."""
+    folder = make_run("a ${b", num_steps=1)
+    text = '{"step": 2, "reward/mean": 1e308, "policy/entropy": NaN, "trust/realised_kl": %s}' % (400 * "1")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(f"{text}\n{text.replace('2', '3', 1)}\n")
+    (folder / "results.json").write_text('{"heldout": {"before": NaN, "after": "x"}}')
+    page = write_report([folder, make_run("other $", method="adamw")], tmp_path / "report.html").read_text()
+    assert "nan" not in page.lower() and "e+308" not in page
 
 
 def test_skips_are_events_once(make_run):

@@ -1,5 +1,8 @@
 """Reading the folder of a run."""
 
+import json
+import re
+
 import pytest
 
 from logra.errors import ConfigError
@@ -24,6 +27,51 @@ def test_a_damaged_line_is_named(make_run):
     text = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text("{\n" + text)
     with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 1: not JSON"):
+        load(folder)
+
+
+@pytest.mark.parametrize("character", ["\u2028", "\u2029", "\x85", "\r", "\x0c"])
+def test_a_completion_may_hold_any_end_of_line(make_run, character):
+    """As `logra train` writes them: one object a line, characters as they are."""
+    folder = make_run("a")
+    sample = {"step": 1, "prompt": "p", "completion": f"a{character}b", "reward": 1.0}
+    (folder / "samples.jsonl").write_text(json.dumps(sample, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert load(folder).samples == [sample]
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "says"),
+    [
+        ("metrics.jsonl", "{}", "line 5: step missing"),
+        ("metrics.jsonl", "5", "line 5: an object missing"),
+        ("metrics.jsonl", "null", "line 5: an object missing"),
+        ("metrics.jsonl", '{"step": "b"}', "line 5: step='b': must be an integer"),
+        ("metrics.jsonl", '{"step": true}', "line 5: step=True: must be an integer"),
+        ("metrics.jsonl", '{"step": ' + 400 * "1" + "}", "line 5: step=inf: must be an integer"),
+        ("samples.jsonl", '{"step": 1}', "line 1: prompt, completion missing"),
+        ("samples.jsonl", '{"step": "<script>", "prompt": "p", "completion": "c"}', "line 1: step='<script>'"),
+        ("events.jsonl", '{"step": null, "kind": "k", "action": "a"}', "line 1: step=None: must be an integer"),
+        ("results.json", "[]", "not a file that `logra train` writes"),
+        ("results.json", '{"heldout": 1}', "not a file that `logra train` writes"),
+        ("memory.json", "[]", "not a file that `logra train` writes"),
+    ],
+)
+def test_what_logra_train_would_not_write_is_refused_by_file_and_line(make_run, name, line, says):
+    folder = make_run("a")
+    with (folder / name).open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ConfigError, match=re.escape(f"{name}")) as error:
+        load(folder)
+    assert says in str(error.value)
+
+
+def test_settings_and_files_that_cannot_be_read_are_named(make_run):
+    folder = make_run("a")
+    (folder / "samples.jsonl").mkdir()
+    with pytest.raises(ConfigError, match=r"samples\.jsonl cannot be read"):
+        load(folder)
+    (folder / "config.yaml").write_text("run: hello\n")
+    with pytest.raises(ConfigError, match=r"config\.yaml: must hold settings"):
         load(folder)
 
 

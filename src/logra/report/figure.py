@@ -124,7 +124,7 @@ def stacked_bars(
         axes.barh(range(len(rows)), values, left=starts, height=0.72, **looks)
         starts = [start + value for start, value in zip(starts, values, strict=True)]
     axes.xaxis.set_major_locator(_ticks(integer=False))
-    axes.set_yticks(range(len(rows)), [label for label, _ in rows])
+    axes.set_yticks(range(len(rows)), [label.replace("$", r"\$") for label, _ in rows])  # not a formula
     axes.invert_yaxis()
     _label(axes, unit, "")
     axes.grid(visible=False, axis="y")

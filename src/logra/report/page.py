@@ -6,6 +6,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
+from logra.errors import ConfigError
 from logra.report import figure, tables
 from logra.report.groups import Group, group_runs
 from logra.report.memory import Stacks, memory_stacks, time_stacks
@@ -28,15 +29,24 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
         `output`.
 
     Raises:
-        ConfigError: a folder is not that of a run, or a file in it is damaged.
+        ConfigError: a folder is not that of a run or is named twice, or a file in it is damaged.
         ModuleNotFoundError: matplotlib is missing.
         OSError: the file cannot be written.
     """
-    text = render(group_runs([load(folder) for folder in folders]))
+    resolved = [folder.resolve() for folder in folders]
+    if twice := [str(folder) for folder in folders if resolved.count(folder.resolve()) > 1]:
+        raise ConfigError(f"run={twice[0]!r} is named twice: it would count as two seeds. Name it once")
+    if output.is_dir():
+        raise IsADirectoryError("it is a folder. Name a file in it")
+    runs = [load(folder) for folder in folders]
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f".{output.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, output)
+    try:
+        temporary.touch()  # found now, and not after all has been drawn
+        temporary.write_text(render(group_runs(runs)), encoding="utf-8")
+        os.replace(temporary, output)
+    finally:
+        temporary.unlink(missing_ok=True)
     return output
 
 

@@ -1,6 +1,7 @@
 """What lies in the folder of a run, as far as it got: only metrics and configuration must be there."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,41 +50,64 @@ def load(folder: Path) -> Run:
         config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{folder / 'config.yaml'} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{folder / 'config.yaml'}: must hold settings, but holds a {type(config).__name__}")
-    steps = _lines(folder / "metrics.jsonl")
+    if not isinstance(config, dict) or not isinstance(config.get("run") or {}, dict):
+        raise ConfigError(f"{folder / 'config.yaml'}: must hold settings as `logra train` writes them")
+    steps = _lines(folder / "metrics.jsonl", needs=("step",))
     if not steps:
         raise ConfigError(f"run={str(folder)!r}: no step has ended yet")
     return Run(
         folder=folder,
         config=config,
         steps=steps,
-        samples=_lines(folder / "samples.jsonl"),
+        samples=_lines(folder / "samples.jsonl", needs=("step", "prompt", "completion")),
         results=_object(folder / "results.json"),
         memory=_object(folder / "memory.json"),
         events=_lines(folder / "events.jsonl"),
     )
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _lines(path: Path, *, needs: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The objects in a file, one a line. The last line of a run that was killed may be cut off: it is left out."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    # Not splitlines(), which also ends lines at characters that a completion may hold: U+2028, U+0085.
+    lines = _text(path).removesuffix("\n").split("\n")
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(json.loads(line))
+            value = _parse(line)
         except ValueError as error:
             if number < len(lines):
                 raise ConfigError(f"{path}, line {number}: not JSON: {error}") from error
+            continue
+        missing = [name for name in needs if name not in value] if isinstance(value, dict) else ["an object"]
+        if missing:
+            raise ConfigError(f"{path}, line {number}: {', '.join(missing)} missing; `logra train` writes no such line")
+        if type(value.get("step", 0)) is not int:
+            raise ConfigError(f"{path}, line {number}: step={value['step']!r}: must be an integer")
+        found.append(value)
     return found
 
 
 def _object(path: Path) -> dict[str, Any]:
-    if not path.exists():
+    text = _text(path)
+    if not text:
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = _parse(text)
     except ValueError as error:
         raise ConfigError(f"{path}: not JSON: {error}") from error
+    if not isinstance(value, dict) or not isinstance(value.get("heldout") or {}, dict):
+        raise ConfigError(f"{path}: not a file that `logra train` writes")
+    return value
+
+
+def _text(path: Path) -> str:
+    """The text of a file; empty where there is none."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def _parse(text: str) -> Any:
+    """JSON; None for NaN and infinities, and floats for integers of more digits than a float tells apart."""
+    return json.loads(text, parse_constant=lambda _: None, parse_int=lambda d: int(d) if len(d) < 18 else float(d))

@@ -1,6 +1,5 @@
 """Curves of a group: mean over its runs, and the range they span."""
 
-import math
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,12 +25,16 @@ class Band:
         return bool(self.steps)
 
 
+LARGEST = 1e100
+"""Numbers beyond it are left out as infinite ones are: they can be neither averaged nor drawn."""
+
+
 def metric(name: str, scale: float = 1.0) -> Reading:
     """Reads a metric by its name; `scale` changes its unit."""
 
     def read(step: dict[str, Any]) -> float | None:
         value = step.get(name)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < LARGEST:
             return None
         return value * scale
 
@@ -67,8 +70,8 @@ def heldout(group: Group) -> Band:
     for run in group.runs:
         scores = run.results.get("heldout") or {}
         for step, key in ((0, "before"), (last_step(run), "after")):
-            if scores.get(key) is not None:
-                points.append((step, scores[key]))
+            if (score := metric(key)(scores)) is not None:
+                points.append((step, score))
     return band(points)
 
 

@@ -43,8 +43,8 @@ def comparison(groups: list[Group], swatches: Sequence[str]) -> str:
         "steps": lambda run: float(last_step(run)),
         "reward, first 3 steps": lambda run: mean_of(run, metric("reward/mean"), first=3),
         "last 3 steps": lambda run: mean_of(run, metric("reward/mean"), last=3),
-        "held-out before": lambda run: (run.results.get("heldout") or {}).get("before"),
-        "after": lambda run: (run.results.get("heldout") or {}).get("after"),
+        "held-out before": lambda run: metric("before")(run.results.get("heldout") or {}),
+        "after": lambda run: metric("after")(run.results.get("heldout") or {}),
         "realised KL, nats per token": lambda run: mean_of(run, metric("trust/realised_kl")),
         "entropy at the end, nats": lambda run: mean_of(run, metric("policy/entropy"), last=3),
         "skipped steps": lambda run: metric("optim/skipped")(run.steps[-1]),
@@ -111,7 +111,7 @@ def events(groups: list[Group]) -> str:
     several = sum(len(group.runs) for group in groups) > 1
     body = [
         [
-            str(event["step"]),
+            escape(str(event["step"])),
             *([escape(run.folder.resolve().name)] if several else []),
             escape(str(event["kind"])),
             _cell(event.get("value")),
@@ -150,7 +150,7 @@ def completions(groups: list[Group]) -> str:
             continue
         steps = sorted({sample["step"] for sample in samples})
         columns = "".join(
-            f"<div><h4>{when}, step {step}</h4>{_completions_of(samples, step)}</div>"
+            f"<div><h4>{when}, step {escape(str(step))}</h4>{_completions_of(samples, step)}</div>"
             for when, step in (("before", steps[0]), ("after", steps[-1]))[: len(steps)]
         )
         title = f"<h3>{escape(group.label)}</h3>" if len(groups) > 1 else ""
@@ -170,7 +170,7 @@ def _completions_of(samples: list[dict[str, Any]], step: int) -> str:
 
 def _text(value: Any) -> str:
     """A prompt is a string, or messages with roles."""
-    if isinstance(value, list):
+    if isinstance(value, list) and all(isinstance(message, dict) for message in value):
         return "\n".join(f"{message.get('role', '?')}: {message.get('content', '')}" for message in value)
     return str(value)
 

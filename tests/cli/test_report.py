@@ -1,7 +1,7 @@
 """`logra report`, and the report at the end of `logra train`."""
 
-import shutil
 import json
+import shutil
 import sys
 from types import SimpleNamespace
 

@@ -7,7 +7,7 @@ import pytest
 
 from logra.bench import equal_kl_smollm2
 from logra.bench.harness import results as files
-from logra.bench.harness import worker
+from logra.bench.harness import runner, worker
 from logra.bench.harness.runner import BenchError, run
 from logra.errors import ConfigError
 
@@ -63,6 +63,20 @@ def test_what_another_process_wrote_meanwhile_is_kept(toy, tmp_path, in_this_pro
     other = files.Record(**(vars(record) | {"cell": {"arm": "square", "seed": 7}}))
     files.add(path, "toy", options, other)
     assert run_toy(toy, path, seeds=(3,)).values("seed") == [2, 7, 3]
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_any_cell(toy, tmp_path, in_this_process):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match=f"--results-dir='{folder}' cannot be written to"):
+            run_toy(toy, folder / "toy.json")
+    assert not toy.log.exists()
+
+
+def test_results_that_are_complete_need_no_folder_to_write_to(toy, tmp_path, monkeypatch, in_this_process):
+    run_toy(toy, tmp_path / "toy.json", seeds=(2,))
+    monkeypatch.setattr(runner, "require_writable", lambda folder, flag: pytest.fail("nothing is to be written"))
+    assert run_toy(toy, tmp_path / "toy.json", seeds=(2,)).values("seed") == [2]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"benchmark": "toy"}'])

@@ -1,5 +1,6 @@
 """`logra bench`: flags, tables, documentation, regressions."""
 
+import dataclasses
 import re
 from dataclasses import dataclass
 
@@ -118,6 +119,22 @@ def test_a_regression_fails_the_check_after_three_runs(stub, capsys, tmp_path):
     assert main(["bench", "check"]) == 1
     assert len(stub.asked) == 3
     assert "stub speed: 1.700, the baseline is 2.000 (higher is better): 15% lost" in capsys.readouterr().out
+
+
+def test_baselines_that_cannot_be_saved_are_refused_before_anything_is_measured(stub, capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert main(["bench", "check", "stub", "--save-baseline", "--baselines-dir", "file"]) == 2
+    assert "--baselines-dir='file' cannot be written to" in capsys.readouterr().err
+    assert stub.asked == []
+
+
+def test_every_baseline_is_read_before_anything_is_measured(stub, capsys, monkeypatch):
+    main(["bench", "check", "stub", "--save-baseline"])
+    stub.asked.clear()
+    monkeypatch.setattr(bench, "find", lambda name: dataclasses.replace(stub.benchmark, name=name))
+    assert main(["bench", "check", "stub", "other"]) == 2
+    assert "other.json: there is no baseline yet" in capsys.readouterr().err
+    assert stub.asked == []
 
 
 def test_one_disturbed_run_does_not_fail_the_check(stub):

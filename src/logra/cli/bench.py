@@ -3,15 +3,15 @@
 import dataclasses
 import shlex
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import set_parsing_settings
 
 from logra.bench.harness.benchmark import Benchmark, find, summaries
-from logra.bench.harness.check import best_of, losses, read_baselines, write_baselines
-from logra.bench.harness.results import read
+from logra.bench.harness.check import Ratio, best_of, losses, read_baselines, write_baselines
+from logra.bench.harness.results import read, require_writable
 from logra.bench.harness.runner import run
 from logra.bench.harness.tables import write_docs
 from logra.cli.train import TrainParser
@@ -91,26 +91,25 @@ def _check_command(arguments: Sequence[str]) -> int:
     _add_folder(parser, "--baselines_dir", "benchmarks/baselines", "Folder of the baselines, a file a benchmark.")
     parser.add_argument("--save_baseline", action="store_true", help="Keep what is measured as the new baseline.")
     settings = parser.parse_args([_underscored(token) for token in arguments])
-    chosen = [find(name) for name in settings["names"] or summaries()]
-    lost: list[str] = []
+    chosen = [find(name) for name in dict.fromkeys(settings["names"] or summaries())]
     for benchmark in chosen:
-        if benchmark.ratios is None:
-            if settings["names"]:
-                raise ConfigError(f"benchmark {benchmark.name!r} has no ratios to check")
-            continue
-        path = Path(settings["baselines_dir"]) / f"{benchmark.name}.json"
-        if settings["save_baseline"]:
+        if benchmark.ratios is None and settings["names"]:
+            raise ConfigError(f"benchmark {benchmark.name!r} has no ratios to check")
+    folder = Path(settings["baselines_dir"])
+    paths = [(benchmark, folder / f"{benchmark.name}.json") for benchmark in chosen if benchmark.ratios is not None]
+    if settings["save_baseline"]:
+        require_writable(folder, "--baselines-dir")
+        for benchmark, path in paths:
             write_baselines(path, measured := _measure(benchmark))
             print("\n".join(f"{benchmark.name} {name}: {ratio.value:.3f}, saved" for name, ratio in measured.items()))
-        else:
-            lost += [f"{benchmark.name} {line}" for line in _compare(benchmark, path)]
-    if not settings["save_baseline"]:
-        print("\n".join(lost) if lost else "No ratio is more than 10 % worse than its baseline.")
+        return 0
+    kept = [(benchmark, read_baselines(path)) for benchmark, path in paths]  # all, before minutes go into the first
+    lost = [f"{benchmark.name} {line}" for benchmark, baselines in kept for line in _compare(benchmark, baselines)]
+    print("\n".join(lost) if lost else "No ratio is more than 10 % worse than its baseline.")
     return 1 if lost else 0
 
 
-def _compare(benchmark: Benchmark, path: Path) -> list[str]:
-    baselines = read_baselines(path)
+def _compare(benchmark: Benchmark, baselines: Mapping[str, Ratio]) -> list[str]:
     measured = _measure(benchmark)
     for _ in range(NUM_ATTEMPTS - 1):
         if not losses(measured, baselines):

@@ -9,6 +9,7 @@ The file is replaced as a whole, under a lock, and merged with what another proc
 import dataclasses
 import json
 import os
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,25 @@ def add(path: Path, benchmark: str, options: Any, record: Record) -> None:
         kept = [other for other in results.records if other.cell != record.cell]
         data = to_json(Results(benchmark, results.settings, [*kept, record]))
         write_bytes(path, data.encode(), directory)
+
+
+def require_writable(folder: Path, flag: str) -> None:
+    """Make a folder and try to write in it, before hours go into what it is to hold.
+
+    Args:
+        folder: of results or baselines.
+        flag: that named it.
+
+    Raises:
+        ConfigError: it cannot be made, or not be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Permissions do not tell of a read-only disk: only trying does.
+        with locked(folder), tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{flag}={str(folder)!r} cannot be written to: {error}. Give another folder") from error
 
 
 def to_json(results: Results) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from logra.bench.harness.benchmark import Benchmark
-from logra.bench.harness.results import Cell, Record, Results, add, open_results
+from logra.bench.harness.results import Cell, Record, Results, add, open_results, require_writable
 from logra.bench.harness.worker import encode_job
 from logra.errors import LograError
 
@@ -39,11 +39,13 @@ def run(
 
     Raises:
         BenchError: a cell failed. The others ran and are kept.
-        ConfigError: the file holds another setting.
+        ConfigError: the file holds another setting, or its folder cannot be written to.
     """
     results = open_results(path, benchmark.name, options)
     cells = benchmark.cells(options)
     missing = [cell for cell in cells if not results.has(cell)]
+    if missing:
+        require_writable(path.parent, "--results-dir")
     say(f"{benchmark.name}: {len(cells)} cells, {len(cells) - len(missing)} of them done before")
     failures: list[str] = []
     with _Processes(benchmark, options, command, jobs) as processes, ThreadPoolExecutor(jobs) as pool:

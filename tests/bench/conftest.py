@@ -15,6 +15,7 @@ SOURCE = '''
 """Squares of seeds."""
 
 import os
+import subprocess
 from dataclasses import dataclass
 
 from logra.bench.harness import Cell, Results, markdown_table, spread
@@ -37,6 +38,9 @@ def cells(options: Options) -> list[Cell]:
 def run_cell(cell: Cell, options: Options) -> dict:
     with open(os.environ["TOY_LOG"], "a") as log:
         log.write(f"{cell['seed']} ")
+    if fifo := os.environ.get("TOY_FIFO"):  # a process of the cell's own, which tells how far it came
+        with open(fifo, "w") as output:
+            subprocess.run(["sh", "-c", "echo started; sleep 60; echo finished"], stdout=output)
     if cell["seed"] == 1 and os.environ.get("TOY_FAILS"):
         raise RuntimeError("seed 1 fails")
     return {"value": cell["seed"] ** 2 * options.factor, "threads": os.environ.get("OMP_NUM_THREADS"), "pid": os.getpid()}

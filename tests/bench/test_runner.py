@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import threading
 
 import pytest
 
@@ -27,6 +29,34 @@ def test_every_cell_has_a_process_of_its_own(toy, tmp_path, monkeypatch):
     assert record.machine["cores"] >= 1 and record.machine["torch"]
     assert record.command == "logra bench toy" and record.jobs == 2 and record.wall_s is not None
     assert record.commit is None or len(record.commit) == 40
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_this_process_alone_ends_what_the_cells_started(toy, tmp_path, monkeypatch, number):
+    """The fifo ends when nobody holds it any more. Catches processes that go on, and waiting for them."""
+    fifo, said = tmp_path / "fifo", []
+    os.mkfifo(fifo)
+    monkeypatch.setenv("TOY_FIFO", str(fifo))
+    own_thread = threading.get_ident()
+
+    def watch():
+        with fifo.open() as lines:
+            said.append(lines.readline())
+            signal.pthread_kill(own_thread, number)
+            said.extend(lines)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    # What is not handled must not end the tests.
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_toy(toy, tmp_path / "toy.json", seeds=(2,))
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    watcher.join()
+    assert said == ["started\n"]
+    assert not (tmp_path / "toy.json").exists()
 
 
 def test_cells_run_once(toy, tmp_path, in_this_process):

@@ -1,20 +1,31 @@
-"""Runs the cells of a benchmark that are missing, several at a time, each in a process of its own."""
+"""Runs the cells of a benchmark that are missing, several at a time, each in a process of its own.
+
+Each process leads a session, which the processes that it starts belong to: they end with it. No signal of the terminal
+reaches them by itself.
+"""
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from logra.bench.harness.benchmark import Benchmark
 from logra.bench.harness.results import Cell, Record, Results, add, open_results, require_writable
 from logra.bench.harness.worker import encode_job
 from logra.errors import LograError
+
+_STOP_S = 10.0
+"""Seconds that a process has to end what it started and remove its files, before it is killed."""
 
 
 class BenchError(LograError):
@@ -39,6 +50,7 @@ def run(
 
     Raises:
         BenchError: a cell failed. The others ran and are kept.
+        KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP; the processes of the cells have ended.
         ConfigError: the file holds another setting, or its folder cannot be written to.
     """
     results = open_results(path, benchmark.name, options)
@@ -48,7 +60,11 @@ def run(
         require_writable(path.parent, "--results-dir")
     say(f"{benchmark.name}: {len(cells)} cells, {len(cells) - len(missing)} of them done before")
     failures: list[str] = []
-    with _Processes(benchmark, options, command, jobs) as processes, ThreadPoolExecutor(jobs) as pool:
+    with (
+        _interrupted_by_signals(),
+        _Processes(benchmark, options, command, jobs) as processes,
+        ThreadPoolExecutor(jobs) as pool,
+    ):
         futures = {pool.submit(processes.run, cell): cell for cell in missing}
         try:
             for future in as_completed(futures):
@@ -77,6 +93,25 @@ def describe(cell: Cell) -> str:
     return ", ".join(f"{name}={value}" for name, value in cell.items())
 
 
+@contextmanager
+def _interrupted_by_signals() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP interrupt as Ctrl-C does; only the main thread may say so. Those ignored (nohup) stay so."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(f"{signal.Signals(number).name}: the cells that ended are kept")
+
+    previous = {}
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    previous[number] = signal.signal(number, interrupt)
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
 class _Processes:
     """Starts a process for every cell, and ends those that are left."""
 
@@ -102,27 +137,46 @@ class _Processes:
         """
         job = encode_job(self._benchmark.module, cell, self._options)
         with tempfile.TemporaryDirectory(prefix="logra-bench-") as folder:
-            output = Path(folder, "cell.json")
+            output, errors = Path(folder, "cell.json"), Path(folder, "stderr")
             command = [sys.executable, "-m", "logra.bench.harness.worker", str(output)]
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                env=self._environment,
-            )
+            with errors.open("wb") as log:  # no pipe: what outlives the process would hold it open
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=log,
+                    env=self._environment,
+                    start_new_session=True,
+                )
             self._running.add(process)
             if self._stopped.is_set():
-                process.terminate()
-            _, errors = process.communicate(job)
+                _signal_group(process, signal.SIGKILL)
+            process.communicate(job)
             self._running.discard(process)
+            _signal_group(process, signal.SIGKILL)  # what it started and left
             if process.returncode != 0 or not output.exists():
-                tail = errors.decode(errors="replace").strip().splitlines()[-15:]
+                tail = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-15:]
                 raise BenchError(f"exit code {process.returncode}\n" + "\n".join(f"    {line}" for line in tail))
             return Record(**json.loads(output.read_text(encoding="utf-8")), **self._record)
 
     def stop(self) -> None:
-        """End the processes that run."""
+        """End the processes that run, and what they started: they are asked to, then killed."""
         self._stopped.set()
-        for process in list(self._running):
-            process.terminate()
+        running = list(self._running)
+        deadline = time.monotonic() + _STOP_S
+        try:
+            for process in running:
+                _signal_group(process, signal.SIGTERM)
+            for process in running:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(max(deadline - time.monotonic(), 0.0))
+        finally:  # after a second Ctrl-C too
+            for process in running:
+                if process.returncode is None:
+                    _signal_group(process, signal.SIGKILL)
+
+
+def _signal_group(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
+    """Send a signal to a process that leads a group and to all others of the group, if any is left."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)

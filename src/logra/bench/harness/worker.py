@@ -3,9 +3,11 @@
 import dataclasses
 import datetime
 import json
+import signal
 import sys
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from logra.bench.harness.benchmark import load
@@ -48,9 +50,15 @@ def decode_job(job: bytes) -> tuple[str, Cell, Any]:
 
 
 def main() -> None:
-    """Run the job on standard input."""
+    """Run the job on standard input. SIGTERM ends it in order: what it started is ended, its temporary files are removed."""
+    signal.signal(signal.SIGTERM, _end)
     record = measure(*decode_job(sys.stdin.buffer.read()))
     Path(sys.argv[1]).write_text(json.dumps(record), encoding="utf-8")
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # a second one would interrupt the ending
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def test_what_another_process_wrote_meanwhile_is_kept(toy, tmp_path, in_this_pro
     path, options = tmp_path / "toy.json", toy.benchmark.options()
     record = run_toy(toy, path, seeds=(2,)).records[0]
     other = files.Record(**(vars(record) | {"cell": {"arm": "square", "seed": 7}}))
-    files.add(path, "toy", options, other)
+    files.add(path, toy.benchmark.name, options, other)
     assert run_toy(toy, path, seeds=(3,)).values("seed") == [2, 7, 3]
 
 
@@ -109,7 +109,39 @@ def test_results_that_are_complete_need_no_folder_to_write_to(toy, tmp_path, mon
     assert run_toy(toy, tmp_path / "toy.json", seeds=(2,)).values("seed") == [2]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"benchmark": "toy"}'])
+@pytest.mark.parametrize("jobs", [0, -1])
+def test_jobs_are_at_least_one(toy, tmp_path, jobs):
+    with pytest.raises(ConfigError, match=f"--jobs={jobs}: at least 1"):
+        run_toy(toy, tmp_path / "toy.json", jobs=jobs)
+
+
+def test_nothing_to_run_is_refused(toy, tmp_path):
+    with pytest.raises(ConfigError, match="toy_squares: nothing to run: give at least one value for seeds"):
+        run_toy(toy, tmp_path / "toy.json", seeds=())
+
+
+def test_a_cell_that_is_asked_for_twice_runs_once(toy, tmp_path, in_this_process):
+    assert run_toy(toy, tmp_path / "toy.json", seeds=(2, 3, 2)).values("seed") == [2, 3]
+    assert sorted(toy.log.read_text().split()) == ["2", "3"]
+
+
+def test_results_of_another_benchmark_are_refused(toy, tmp_path, in_this_process):
+    path = tmp_path / "toy.json"
+    text = files.to_json(files.Results("cubes", {"factor": 1.0}))
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="holds results of the benchmark 'cubes', not of 'toy_squares'"):
+        run_toy(toy, path)
+    assert path.read_text() == text and not toy.log.exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{", "[]", '{"benchmark": "toy"}', '{"benchmark": "toy_squares", "settings": [1], "machines": [], "cells": []}',
+        '{"benchmark": "toy_squares", "settings": {"factor": 1.0}, "machines": [{}], "cells": [{"cell": 1, "result": {}, '
+        '"machine": 0, "commit": null, "dirty": null, "date": null, "command": "", "jobs": 1, "wall_s": 0}]}',
+    ],
+)  # fmt: skip
 def test_a_damaged_file_is_refused_and_left(toy, tmp_path, text, in_this_process):
     path = tmp_path / "toy.json"
     path.write_text(text)

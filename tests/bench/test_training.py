@@ -161,6 +161,17 @@ def test_tasks_are_shown_one_after_the_other():
     assert text.count("| `logra`") == 4
 
 
+@pytest.mark.parametrize("benchmark", [learning, variants, harder_tasks])
+def test_cells_that_the_benchmark_does_not_know_are_nothing_to_show(benchmark):
+    record = Record(
+        cell={"task": "products", "arm": "sgd", "seed": 0}, result=cell([0.5] * 3, 0.5), machine={}, commit=None, dirty=None,
+        date=None, command="", jobs=1, wall_s=0.0,
+    )  # fmt: skip
+    for records in ([], [record]):
+        with pytest.raises(ConfigError, match="nothing to show"):
+            benchmark.table(Results("x", {}, records))
+
+
 def test_warm_starts_come_from_the_cache_the_second_time_and_never_half_made(tmp_path, monkeypatch):
     monkeypatch.setenv("LOGRA_CACHE", str(tmp_path))
     made = []

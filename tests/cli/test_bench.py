@@ -9,7 +9,7 @@ import pytest
 from logra.bench.harness import Ratio, Results
 from logra.bench.harness.benchmark import Benchmark
 from logra.bench.harness.check import read_baselines
-from logra.bench.harness.results import Record, add
+from logra.bench.harness.results import Record, add, to_json
 from logra.cli import bench
 from logra.cli.main import main
 
@@ -84,11 +84,16 @@ def test_the_help_of_a_benchmark_shows_its_options(stub, capsys):
     assert "--num-steps" in text and "Steps of each. (type: int, default: 3)" in text and "--results-dir" in text
 
 
-@pytest.mark.parametrize("seeds", [["--seeds", "4", "5"], ["--seeds", "[4, 5]"], ["--seeds=[4,5]"]])
+@pytest.mark.parametrize("seeds", [["--seeds", "4", "5"], ["--seeds", "[4, 5]"], ["--seeds=[4,5]"], ["--seeds=4,5"]])
 def test_flags_become_options(stub, capsys, seeds):
     assert main(["bench", "stub", *seeds, "--num-steps", "7", "--jobs=2"]) == 0
     assert stub.asked == [(Options(seeds=(4, 5), num_steps=7), 2)]
     assert capsys.readouterr().out == "2 cells\n"
+
+
+def test_one_value_after_an_equals_sign_is_a_list_of_one(stub):
+    assert main(["bench", "stub", "--seeds=0"]) == 0
+    assert stub.asked == [(Options(seeds=(0,)), 1)]
 
 
 def test_an_unknown_flag_is_refused(stub, capsys):
@@ -106,6 +111,15 @@ def test_a_table_runs_nothing(stub, capsys, tmp_path):
     assert main(["bench", "stub", "--write-docs"]) == 0
     assert (tmp_path / "README.md").read_text() == "<!-- bench:stub -->\n2 cells\n<!-- /bench:stub -->"
     assert stub.asked == []
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("stub", "there is nothing to show"), ("other", "of the benchmark 'other', not of 'stub'")]
+)
+def test_a_table_needs_cells_of_its_benchmark(stub, capsys, tmp_path, name, message):
+    (tmp_path / "stub.json").write_text(to_json(Results(name, {})))
+    assert main(["bench", "stub", "--table", "--results-dir", "."]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_regression_fails_the_check_after_three_runs(stub, capsys, tmp_path):

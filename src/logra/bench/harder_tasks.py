@@ -64,5 +64,8 @@ def table(results: Results) -> str:
     for task in (task for task in TASKS if task in results.values("task")):
         runs = {title: results.select(task=task, arm=arm) for arm, (title, _) in ARMS.items()}
         runs = {title: cells for title, cells in runs.items() if cells}
-        parts += [f"**{TASKS[task]}**", training.summary(runs), training.curves(runs)]
+        if runs:
+            parts += [f"**{TASKS[task]}**", training.summary(runs), training.curves(runs)]
+    if not parts:
+        raise training.nothing_to_show(results)
     return "\n\n".join(parts)

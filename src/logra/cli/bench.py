@@ -44,7 +44,10 @@ def bench_command(arguments: Sequence[str]) -> int:
     options = benchmark.options(**{name: settings[name] for name in _fields(benchmark)})
     path = Path(settings["results_dir"]) / f"{benchmark.name}.json"
     if settings["table"] or settings["write_docs"]:
-        text = benchmark.table(read(path))
+        results = read(path, benchmark.name)
+        if not results.records:
+            raise ConfigError(f"{path} holds no cells: there is nothing to show; run the benchmark first")
+        text = benchmark.table(results)
     else:
         command = shlex.join(["logra", "bench", *arguments])
         text = benchmark.table(run(benchmark, options, path, command=command, jobs=settings["jobs"]))
@@ -55,7 +58,7 @@ def bench_command(arguments: Sequence[str]) -> int:
         if benchmark.figure is not None:
             picture = Path("docs", "figures", f"{benchmark.name}.svg")
             picture.parent.mkdir(parents=True, exist_ok=True)
-            picture.write_text(benchmark.figure(read(path)), encoding="utf-8")
+            picture.write_text(benchmark.figure(read(path, benchmark.name)), encoding="utf-8")
             print(f"Written to {picture}")
     return 0
 
@@ -156,6 +159,7 @@ def _normalised(arguments: Sequence[str], benchmark: Benchmark) -> list[str]:
     waiting = [_underscored(token) for token in arguments]
     while waiting:
         token = waiting.pop(0)
+        name, equals, value = token.partition("=")
         if token.startswith("--") and holds_several.get(token[2:]):
             values = []
             while waiting and not waiting[0].startswith("--"):
@@ -163,6 +167,8 @@ def _normalised(arguments: Sequence[str], benchmark: Benchmark) -> list[str]:
             if values and not values[0].startswith("["):
                 values = [f"[{','.join(values)}]"]
             tokens += [token, *values]
+        elif equals and value and not value.startswith("[") and holds_several.get(name[2:]):
+            tokens.append(f"{name}=[{value}]")
         else:
             tokens.append(token)
     return tokens

@@ -73,32 +73,44 @@ def settings_of(options: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if not isinstance(value, tuple)}
 
 
-def read(path: Path) -> Results:
+def read(path: Path, benchmark: str | None = None) -> Results:
     """Read a results file.
 
+    Args:
+        path: of the file.
+        benchmark: whose results it must hold; None: of any.
+
     Raises:
-        ConfigError: there is none, or it is not one.
+        ConfigError: there is none, it is not one, or it holds those of another benchmark.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         cells = [cell | {"machine": data["machines"][cell["machine"]]} for cell in data["cells"]]
-        return Results(data["benchmark"], data["settings"], [Record(**cell) for cell in cells])
+        results = Results(data["benchmark"], data["settings"], [Record(**cell) for cell in cells])
+        objects = [results.settings, *(part for record in results.records for part in (record.cell, record.result))]
+        if not all(isinstance(part, dict) for part in objects):
+            raise TypeError("settings, and cell and result of every cell, must be objects")
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: there are no results yet; run the benchmark first") from error
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{path} is not a results file: {type(error).__name__}: {error}") from error
+    if benchmark is not None and results.benchmark != benchmark:
+        raise ConfigError(
+            f"{path} holds results of the benchmark {results.benchmark!r}, not of {benchmark!r}: give another --results-dir"
+        )
+    return results
 
 
 def open_results(path: Path, benchmark: str, options: Any) -> Results:
     """The results so far, none if there is no file.
 
     Raises:
-        ConfigError: the file holds cells of another setting, or is not a results file.
+        ConfigError: the file holds cells of another setting or benchmark, or is not a results file.
     """
     settings = settings_of(options)
     if not path.exists():
         return Results(benchmark, settings)
-    results = read(path)
+    results = read(path, benchmark)
     different = {
         name: (results.settings.get(name), settings.get(name))
         for name in results.settings.keys() | settings.keys()

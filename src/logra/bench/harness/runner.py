@@ -4,6 +4,7 @@ Each process leads a session, which the processes that it starts belong to: they
 reaches them by itself.
 """
 
+import dataclasses
 import json
 import os
 import signal
@@ -22,7 +23,7 @@ from typing import Any
 from logra.bench.harness.benchmark import Benchmark
 from logra.bench.harness.results import Cell, Record, Results, add, open_results, require_writable
 from logra.bench.harness.worker import encode_job
-from logra.errors import LograError
+from logra.errors import ConfigError, LograError
 
 _STOP_S = 10.0
 """Seconds that a process has to end what it started and remove its files, before it is killed."""
@@ -51,10 +52,13 @@ def run(
     Raises:
         BenchError: a cell failed. The others ran and are kept.
         KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP; the processes of the cells have ended.
-        ConfigError: the file holds another setting, or its folder cannot be written to.
+        ConfigError: `jobs` is below 1, there is nothing to run, the file holds another setting or benchmark, or its folder
+            cannot be written to.
     """
+    if jobs < 1:
+        raise ConfigError(f"--jobs={jobs}: at least 1")
     results = open_results(path, benchmark.name, options)
-    cells = benchmark.cells(options)
+    cells = different_cells(benchmark, options)
     missing = [cell for cell in cells if not results.has(cell)]
     if missing:
         require_writable(path.parent, "--results-dir")
@@ -86,6 +90,22 @@ def run(
             f"{len(failures)} of {len(missing)} cells failed; the others are kept.\n" + "\n".join(failures)
         )
     return open_results(path, benchmark.name, options)
+
+
+def different_cells(benchmark: Benchmark, options: Any) -> list[Cell]:
+    """The cells that the options ask for, each once.
+
+    Raises:
+        ConfigError: they ask for none.
+    """
+    cells: list[Cell] = []
+    for cell in benchmark.cells(options):
+        if cell not in cells:
+            cells.append(cell)
+    if not cells:
+        empty = [field.name for field in dataclasses.fields(options) if getattr(options, field.name) == ()]
+        raise ConfigError(f"{benchmark.name}: nothing to run: give at least one value for {' or '.join(empty)}")
+    return cells
 
 
 def describe(cell: Cell) -> str:

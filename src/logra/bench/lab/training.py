@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from logra.bench.harness import Results, markdown_table, spread
+from logra.errors import ConfigError
 from logra.rl.baselines import LoraConfig
 
 CURVES = ("reward/mean", "policy/entropy", "trust/predicted_kl", "trust/realised_kl", "trust/alpha", "trust/budget",
@@ -90,10 +91,24 @@ def table(results: Results, arms: Mapping[str, tuple[str, Sequence[str]]]) -> st
     Args:
         results: cells with an "arm".
         arms: name -> title, and flags.
+
+    Raises:
+        ConfigError: no cell has one of the arms.
     """
     present = results.values("arm")
     runs = {title: results.select(arm=arm) for arm, (title, _) in arms.items() if arm in present}
+    if not runs:
+        raise nothing_to_show(results)
     return "\n\n".join((summary(runs), curves(runs), kl_ratios(runs)))
+
+
+def nothing_to_show(results: Results) -> ConfigError:
+    """The error for results that hold no cell that their benchmark knows."""
+    cells = ", ".join(str(record.cell) for record in results.records[:3]) or "none"
+    return ConfigError(
+        f"{results.benchmark}: there is nothing to show: the results hold no cell that it knows (cells: {cells}); run the "
+        f"benchmark first"
+    )
 
 
 def summary(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:

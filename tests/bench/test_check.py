@@ -1,5 +1,8 @@
 """A loss of more than 10 % of a ratio is found, in both directions."""
 
+import math
+import re
+
 import pytest
 
 from logra.bench.harness.check import Ratio, best_of, losses, read_baselines, write_baselines
@@ -17,6 +20,23 @@ def test_ten_per_cent(value, better, lost):
 
 def test_what_is_no_longer_measured_is_a_loss():
     assert losses({}, {"x": Ratio(2.0, "higher")}) == ["x: was not measured; the baseline is 2.000"]
+
+
+def test_a_ratio_that_is_not_a_number_is_a_loss():
+    assert losses({"x": Ratio(math.nan, "higher")}, {"x": Ratio(2.0, "higher")})
+
+
+@pytest.mark.parametrize(
+    ("value", "better", "wrong"),
+    [("0", "lower", "value=0"), ("-1.5", "lower", "value=-1.5"), ("NaN", "higher", "value=nan"),
+     ("Infinity", "higher", "value=inf"), ('"2"', "higher", "value='2'"), ("true", "higher", "value=True"),
+     ("2.0", "hihger", "better='hihger'")],
+)  # fmt: skip
+def test_a_baseline_that_nothing_can_be_compared_with_is_refused(tmp_path, value, better, wrong):
+    path = tmp_path / "toy.json"
+    path.write_text(f'{{"speed": {{"value": {value}, "better": "{better}"}}}}')
+    with pytest.raises(ConfigError, match=re.escape(f"{path}: 'speed': {wrong}")):
+        read_baselines(path)
 
 
 def test_the_best_of_two_runs_counts():

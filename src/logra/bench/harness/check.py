@@ -6,6 +6,7 @@ is `{"NAME": {"value": 1.52, "better": "higher"}, ...}`.
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,7 @@ def losses(ratios: Mapping[str, Ratio], baselines: Mapping[str, Ratio]) -> list[
     for name, baseline in baselines.items():
         if name not in ratios:
             found.append(f"{name}: was not measured; the baseline is {baseline.value:.3f}")
-        elif (loss := ratios[name].loss_from(baseline)) > ALLOWED_LOSS:
+        elif not (loss := ratios[name].loss_from(baseline)) <= ALLOWED_LOSS:  # nor is NaN
             found.append(
                 f"{name}: {ratios[name].value:.3f}, the baseline is {baseline.value:.3f} ({baseline.better} is better): "
                 f"{loss:.0%} lost"
@@ -54,7 +55,7 @@ def read_baselines(path: Path) -> dict[str, Ratio]:
     """Read a baseline file.
 
     Raises:
-        ConfigError: there is none, or it is not one.
+        ConfigError: there is none, it is not one, or a ratio of it is none that another can be compared with.
     """
     try:
         ratios = {name: Ratio(**ratio) for name, ratio in json.loads(path.read_text(encoding="utf-8")).items()}
@@ -62,6 +63,14 @@ def read_baselines(path: Path) -> dict[str, Ratio]:
         raise ConfigError(f"{path}: there is no baseline yet; make one with --save-baseline") from error
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"{path} is not a baseline file: {error}") from error
+    for name, ratio in ratios.items():
+        number = isinstance(ratio.value, int | float) and not isinstance(ratio.value, bool)
+        if not (number and math.isfinite(ratio.value) and ratio.value > 0):
+            raise ConfigError(
+                f"{path}: {name!r}: value={ratio.value!r}: a finite number above 0; --save-baseline makes it anew"
+            )
+        if ratio.better not in ("higher", "lower"):
+            raise ConfigError(f"{path}: {name!r}: better={ratio.better!r}: higher or lower")
     return ratios
 
 

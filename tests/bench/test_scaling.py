@@ -41,3 +41,8 @@ def test_numbers_that_make_no_sense_are_refused():
     for settings in ({"max_gpus": 0}, {"num_micro_batches": -1}, {"bits_per_integer": 0.0}, {"between_gb_per_s": 0.0}):
         with pytest.raises(ConfigError, match=next(iter(settings))):
             scaling.Options(**settings)
+
+
+def test_a_model_that_is_not_there_is_refused_before_any_cell():
+    with pytest.raises(ConfigError, match="model='nope-7b': neither a preset"):
+        scaling.Options(models=("qwen2.5-7b", "nope-7b"))

@@ -7,7 +7,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from logra.bench import harder_tasks, learning, variants
+from logra.bench import harder_tasks, learning, trust_cost, variants
 from logra.bench.harness import Results
 from logra.bench.harness.results import Record
 from logra.bench.lab import training, warm_start
@@ -124,11 +124,17 @@ def test_disturbance_is_the_kl_between_two_saved_models(tmp_path):
 
 @pytest.mark.parametrize(
     ("benchmark", "options"),
-    [(variants, {"arms": ("sgd",)}), (harder_tasks, {"arms": ("sgd",)}), (harder_tasks, {"tasks": ("poetry",)})],
-)
+    [(variants, {"arms": ("sgd",)}), (harder_tasks, {"arms": ("sgd",)}), (harder_tasks, {"tasks": ("poetry",)}),
+     (trust_cost, {"cases": ("nope",)})],
+)  # fmt: skip
 def test_unknown_names_are_refused(benchmark, options):
-    with pytest.raises(ConfigError, match=r"sgd|poetry"):
+    with pytest.raises(ConfigError, match=r"sgd|poetry|nope"):
         benchmark.Options(**options)
+
+
+def test_the_cost_of_the_trust_region_needs_a_step_after_the_first():
+    with pytest.raises(ConfigError, match="num_steps=1: at least 2"):
+        trust_cost.Options(num_steps=1)
 
 
 @pytest.mark.parametrize("arm", [*learning.ARMS, *variants.ARMS])

@@ -11,7 +11,7 @@ from typing import Any
 
 from logra.bench.harness import Cell, Results, markdown_table
 from logra.errors import ConfigError
-from logra.planner.models import load_config
+from logra.planner.models import PRESETS, load_config
 from logra.planner.scaling import (
     METHODS,
     Links,
@@ -50,6 +50,9 @@ class Options(Links):
         for name in ("max_gpus", "max_replicas", "rank", "lora_rank", "num_micro_batches", "bits_per_integer"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be above 0")
+        for model in self.models:
+            if model not in PRESETS:  # a preset needs no look, which would import transformers
+                load_config(model)
 
 
 def cells(options: Options) -> list[Cell]:

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from logra.bench.harness import Cell, Results, markdown_table
+from logra.bench.harness import Cell, Results, markdown_table, require_known
 from logra.bench.lab.training import trained
+from logra.errors import ConfigError
 
 CASES = {
     "default": "default run: 64 completions of at most 12 tokens, whole step",
@@ -27,7 +28,12 @@ class Options:
     cases: tuple[str, ...] = tuple(CASES)
     """Cases."""
     num_steps: int = 5
-    """Steps of the default run; the first is left out of the mean."""
+    """Steps of the default run, at least 2; the first is left out of the mean."""
+
+    def __post_init__(self) -> None:
+        require_known("cases", self.cases, CASES)
+        if self.num_steps < 2:
+            raise ConfigError(f"num_steps={self.num_steps}: at least 2")
 
 
 def cells(options: Options) -> list[Cell]:

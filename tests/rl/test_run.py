@@ -20,6 +20,7 @@ from logra.rl.baselines import LoraConfig
 from logra.rl.config import METHODS, LossConfig, RolloutConfig, RunConfig, TrainConfig, preset
 from logra.rl.guards.config import GuardsConfig, Rule, Sentinels
 from logra.rl.run import train
+from logra.rl.run_folder import RunFolder
 
 INSTALLED = [name for name in METHODS if importlib.util.find_spec("galore_torch") or name not in ("galore", "apollo")]
 """Methods whose packages are here: `make baselines` brings the rest."""
@@ -337,6 +338,18 @@ def test_two_interrupts_end_it_at_once_with_what_was_saved(run, tmp_path):
     assert f"logra replay --run {outcome.folder} --step 1 --output OUT" in shown.splitlines()[-1]
 
 
+def fill(path):
+    """A folder with a finished run."""
+    folder = RunFolder(path)
+    folder.create()
+    folder.write_config(TrainConfig(output_dir=str(path)))
+    folder.write_results({"a": 1})
+    for part in (folder.model, folder.checkpoints, folder.updates):
+        part.mkdir()
+        (part / "file").write_text("content")
+    return folder
+
+
 def contents(folder):
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
@@ -355,6 +368,37 @@ def test_a_run_is_replaced_only_when_the_new_one_can_begin(run, tmp_path, monkey
     assert contents(outcome.folder) == old
     again, _ = run(overwrite=True, num_heldout=0, run=RunConfig(num_steps=2, device="cpu"))
     assert [entry["step"] for entry in records(again.folder / "metrics.jsonl")] == [1, 2]
+
+
+@pytest.mark.parametrize("num_heldout", [4, 0])
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ("None", "returned NoneType"),
+        ("[float('nan')] * len(completions)", "must be finite"),
+        ("'abc'", "returned str"),
+        ("[]", "returned 0 rewards"),
+        ("1 / 0", "raised ZeroDivisionError"),
+    ],
+)
+def test_a_reward_that_fails_does_not_cost_the_run_that_lies_there(run, tmp_path, returned, message, num_heldout):
+    """Fails if --overwrite removes the old run before the reward of the new one was called."""
+    folder = fill(tmp_path / "run").path
+    old = contents(folder)
+    (tmp_path / "task.py").write_text(
+        TASK.replace("[sum(c.isalpha() for c in text) / 8 for text in completions]", returned)
+    )
+    with pytest.raises(DataError, match=f"'reward'.*{message}"):
+        run(overwrite=True, num_heldout=num_heldout)
+    assert contents(folder) == old
+
+
+def test_a_reward_that_fails_at_once_leaves_no_folder(run, tmp_path):
+    # Else the corrected command is refused: the folder holds another run.
+    (tmp_path / "task.py").write_text(TASK.replace("sum(", "float('nan') * sum("))
+    with pytest.raises(DataError, match="must be finite"):
+        run()
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("method", [method for method in INSTALLED if method != "paper"])

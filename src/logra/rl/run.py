@@ -1,13 +1,14 @@
 """A run of `logra train`, from a configuration to a folder of results.
 
 Order: whatever can be wrong with the folder, the task and the settings is found before the model is loaded; a run that is
-to be replaced is removed when the trainer of the new one stands on all processes, and the configuration is written then;
-every step is on disk when the next begins, and checkpoints are written last of all; the trained model is on disk before it
-is scored.
+to be replaced is removed when the trainer of the new one stands on all processes and its reward has scored completions, and
+the configuration is written then; every step is on disk when the next begins, and checkpoints are written last of all; the
+trained model is on disk before it is scored.
 
 Under torchrun every process runs this on its part of the prompts, and process 0 alone writes and shows (`rl.processes`).
 """
 
+import dataclasses
 import time
 import warnings
 from contextlib import suppress
@@ -163,10 +164,12 @@ class _Run:
                 say=display.say,
             )
         processes.require_same_weights(config.model, parameters)
-        self._begin()
 
     def _begin(self) -> None:
-        """Make the folder that of this run: a new one, or the one that lies there, as it was at the checkpoint."""
+        """Make the folder that of this run: a new one, or the one that lies there, as it was at the checkpoint.
+
+        Everything that may refuse this run has been asked before: from here on what lies there is changed.
+        """
         from logra.rl.methods import publish_updates
 
         origin, folder = self._origin, self._folder
@@ -220,10 +223,13 @@ class _Run:
         from logra.rl.methods import trained_policy
 
         self._introduce()
-        if self._origin.state is None:
-            self._before = self._score(self._trainer.model)
-        else:
+        if self._origin.state is not None:
             self._before = self._origin.run["heldout_before"]
+        elif self._task.heldout:
+            self._before = self._score(self._trainer.model)
+        elif self._config.overwrite:
+            self._try_reward()
+        self._begin()
         if self._before is not None:
             self._display.say(f"Held-out {self._task.score_name} before: {self._before:.3f}")
         stopped_at_once = self._train()
@@ -253,15 +259,19 @@ class _Run:
             f"{len(self._task.heldout)} others held out"
         )
 
-    def _score(self, policy: Any) -> float | None:
+    def _score(self, policy: Any, task: Task | None = None) -> float | None:
         from logra.rl.evaluate import heldout_score
 
         return heldout_score(
             policy,
             self._tokenizer,
-            self._task,
+            self._task if task is None else task,
             max_new_tokens=self._config.rollout.max_new_tokens,
         )
+
+    def _try_reward(self) -> None:
+        """Score one completion where nothing is held out: a reward that fails must not cost the run that lies here."""
+        self._score(self._trainer.model, dataclasses.replace(self._task, heldout=self._task.train[:1]))
 
     def _train(self) -> bool:
         """Train to the end, or until asked to stop. Returns whether it was stopped in the middle of a step."""

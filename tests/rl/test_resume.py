@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import logra
@@ -25,7 +25,10 @@ from logra.rl.baselines import ApolloConfig, GaLoreConfig
 from logra.rl.checkpoint_config import CheckpointConfig
 from logra.rl.config import LossConfig, RolloutConfig, RunConfig, TrainConfig
 from logra.rl.projected_state import load_plain_state, plain_state
+from logra.rl.resume import find_origin
 from logra.rl.run import train
+from logra.rl.run_folder import RunFolder
+from logra.rl.tasks import Task
 
 OPTIONAL = pytest.mark.skipif(importlib.util.find_spec("galore_torch") is None, reason="needs `make baselines`")
 
@@ -195,6 +198,70 @@ def test_another_run_is_refused_and_left_alone(run, change, message):
     assert {path: path.read_bytes() for path in outcome.folder.rglob("*") if path.is_file()} == before
 
 
+def files(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("refusal", ["rows", "model", "base", "log"])
+def test_a_refused_step_leaves_the_later_checkpoints(run, monkeypatch, tmp_path, model_folder, refusal):
+    """Fails if they are set aside, or anything else is written, before the last check."""
+    outcome, _ = run()
+    before = files(outcome.folder)
+    if refusal == "rows":
+        monkeypatch.setitem(globals(), "TASK", TASK.replace("range(4)", "range(7)"))
+    if refusal == "model":
+        shutil.move(model_folder, tmp_path / "elsewhere")
+    if refusal == "base":
+        path = model_folder / "model.safetensors"
+        tensors = load_file(path)
+        tensors["model.norm.weight"] += 1  # not trained by this method
+        save_file(tensors, path, {"format": "pt"})
+    if refusal == "log":
+        for number in (1, 2, 3):
+            (outcome.folder / "updates" / f"{number:012d}.update").unlink()
+        before = files(outcome.folder)
+    with pytest.raises(LograError):
+        run(resume=str(outcome.folder / "checkpoints" / "step-000000000001"))
+    assert files(outcome.folder) == before
+
+
+@pytest.mark.parametrize("line", [b"\xff", b"5\n"])
+def test_damaged_metrics_are_refused_before_anything_is_changed(run, line):
+    outcome, _ = run(num_steps=1)
+    metrics = outcome.folder / "metrics.jsonl"
+    metrics.write_bytes(line + metrics.read_bytes()[len(line) :])
+    before = files(outcome.folder)
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl', line 1: not the metrics of a step.*move it away"):
+        run(resume="auto", num_steps=2)
+    assert files(outcome.folder) == before
+    metrics.rename(outcome.folder / "damaged.jsonl")  # what the message advises
+    _, shown = run(resume="auto", num_steps=2)
+    assert "Warning: metrics.jsonl is shorter than it was" in shown
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xff\xfe\x00\x81",
+        b"1: 2\n",
+        b"run:\n  3: 4\n",
+        b"versions: 5\n",
+        b"",
+        b"- a\n- b\n",
+        b"text",
+        b"a: [",
+        b"a: \x00",
+    ],
+)
+def test_damaged_settings_are_refused_by_name(tmp_path, content):
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    folder.config.write_bytes(content)
+    config = TrainConfig(output_dir=str(folder.path), resume="auto")
+    with pytest.raises(ConfigError, match=r"resume: '.*config\.yaml' (cannot be read|does not hold the settings)"):
+        find_origin(config, folder, CheckpointStore(folder.checkpoints), Task("t", [], [], len, "accuracy"))
+
+
 def test_other_rows_are_refused(run, tmp_path, monkeypatch):
     run(num_steps=1)
     monkeypatch.setitem(globals(), "TASK", TASK.replace("range(4)", "range(7)"))
@@ -207,8 +274,6 @@ def test_another_base_model_is_refused(run, model_folder):
     path = model_folder / "model.safetensors"
     tensors = load_file(path)
     tensors["model.norm.weight"] += 1  # not trained by this method
-    from safetensors.torch import save_file
-
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(CheckpointError, match="the base model has changed"):
         run(resume="auto")

@@ -41,9 +41,9 @@ class FollowedFolder(RunFolder):
         """Process 0 does."""
         return []
 
-    def steps(self) -> Iterator[dict[str, Any]]:
-        """None: process 0 may be cutting the file back."""
-        return iter(())
+    def steps(self, positions: Mapping[str, int]) -> list[dict[str, Any]]:
+        """None: process 0 reads them."""
+        return []
 
     def write_model(self, write: Callable[[Path], None]) -> None:
         """Process 0 does."""

@@ -106,11 +106,22 @@ class ResumableTrainer(TRLTrainer):
         Raises:
             CheckpointError: they belong to another model, or the weights that are not trained are others.
         """
+        self.require_same_base(state)
+        load_tensors(self.model, state["weights"])
+
+    def require_same_base(self, state: dict[str, Any]) -> None:
+        """Refuse a state of another base model, before anything is loaded.
+
+        Args:
+            state: from `collect`.
+
+        Raises:
+            CheckpointError: the weights that are not trained are others.
+        """
         if state["frozen_sha256"] != self._frozen_sha256():
             raise CheckpointError(
                 "the weights that are not trained differ from those of the checkpoint: the base model has changed"
             )
-        load_tensors(self.model, state["weights"])
 
     def load_optimizer(self, state: dict[str, Any]) -> None:
         """Take over the optimizer's state, and what the trainer itself remembers."""

@@ -87,7 +87,7 @@ def _find(config: TrainConfig, folder: RunFolder, store: CheckpointStore) -> Ori
             raise ConfigError(f"resume={config.resume!r}: output_dir={config.output_dir!r} holds no run to continue")
         return Origin()
     notes = _require_same_run(config, folder)
-    checkpoint = _choose(config.resume, folder, store, notes)
+    checkpoint = _choose(config.resume, store, notes)
     if checkpoint is None:
         return Origin(continues=True, notes=[*notes, f"No complete checkpoint in {store.folder}: starting at step 0"])
     return Origin(continues=True, checkpoint=checkpoint, notes=notes)
@@ -101,28 +101,59 @@ def rows_digest(task: Task) -> str:
     return digest.hexdigest()
 
 
-def _choose(resume: str, folder: RunFolder, store: CheckpointStore, notes: list[str]) -> Checkpoint | None:
+def set_aside_later(config: TrainConfig, store: CheckpointStore, origin: Origin) -> list[str]:
+    """Rename the checkpoints after one that was named, on process 0: the run is about to make others.
+
+    Args:
+        config: the run.
+        store: its checkpoints.
+        origin: from `find_origin`; everything about it has been checked.
+
+    Returns:
+        What the user should know.
+    """
+    if origin.checkpoint is None or config.resume == "auto" or distributed.rank() != 0:
+        return []
+    moved = store.set_aside_after(origin.checkpoint.step)
+    if not moved:
+        return []
+    return [f"Later checkpoints were renamed, delete them if you like: {', '.join(moved)} in {store.folder}"]
+
+
+def require_log(trainer: Any, folder: RunFolder, version: int) -> None:
+    """Refuse a log of updates that ends before the checkpoint: what follows would leave a gap in it.
+
+    Args:
+        trainer: of the run; one without a publisher has no log.
+        folder: of the run.
+        version: of the policy at the checkpoint.
+
+    Raises:
+        CheckpointError: the log ends before it.
+    """
+    publisher = getattr(trainer, "publisher", None)
+    if publisher is not None and publisher.log.latest() < version:
+        raise CheckpointError(
+            f"resume: the checkpoint is at policy version {version}, but the log {str(folder.updates)!r} ends at "
+            f"{publisher.log.latest()}. Restore the log, or resume from an older checkpoint"
+        )
+
+
+def _choose(resume: str, store: CheckpointStore, notes: list[str]) -> Checkpoint | None:
     if resume == "auto":
         checkpoint, damaged = store.newest()
         notes += [f"Warning: checkpoint {name} is ignored: {what}" for name, what in damaged.items()]
         return checkpoint
     try:
-        checkpoint = store.find(resume)
+        return store.find(resume)
     except CheckpointError as error:
         raise ConfigError(f"resume={resume!r}: {error}. --resume auto takes the newest complete checkpoint") from error
-    moved = store.set_aside_after(checkpoint.step)
-    if moved:
-        notes.append(f"Later checkpoints were renamed, delete them if you like: {', '.join(moved)} in {store.folder}")
-    return checkpoint
 
 
 def _require_same_run(config: TrainConfig, folder: RunFolder) -> list[str]:
     """Refuse other settings; what differs in the versions of packages is returned as notes."""
-    try:
-        found = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
-        saved = dict(_flat(found))
-    except (OSError, yaml.YAMLError, AttributeError) as error:
-        raise ConfigError(f"resume: {str(folder.config)!r} cannot be read: {error}") from error
+    found = _saved_settings(folder)
+    saved = dict(_flat(found))
     present = dict(_flat(yaml.safe_load(yaml.safe_dump(to_dict(config)))))
     differing = [
         f"{name}={present[name]!r} (in the run {saved[name]!r})"
@@ -140,6 +171,32 @@ def _require_same_run(config: TrainConfig, folder: RunFolder) -> list[str]:
         "Warning: versions have changed, so the steps to come may differ in their last bits from an uninterrupted run: "
     )
     return [note + ", ".join(changed)] if changed else []
+
+
+def _saved_settings(folder: RunFolder) -> dict[str, Any]:
+    """The content of config.yaml.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    remedy = "Restore it, replace the run with --overwrite in place of --resume, or choose another output_dir"
+    try:
+        found = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:  # bytes that are no text are a ValueError
+        raise ConfigError(f"resume: {str(folder.config)!r} cannot be read: {error}. {remedy}") from error
+    if not _has_text_keys(found) or not isinstance(found.get("versions", {}), Mapping):
+        raise ConfigError(
+            f"resume: {str(folder.config)!r} does not hold the settings of a run: it is damaged. {remedy}"
+        )
+    return found
+
+
+def _has_text_keys(tree: Any) -> bool:
+    """Whether this is a mapping with texts as keys, and every mapping in it too."""
+    return isinstance(tree, Mapping) and all(
+        isinstance(name, str) and (not isinstance(value, Mapping) or _has_text_keys(value))
+        for name, value in tree.items()
+    )
 
 
 def _may_differ(name: str) -> bool:

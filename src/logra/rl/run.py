@@ -2,8 +2,8 @@
 
 Order: whatever can be wrong with the folder, the task and the settings is found before the model is loaded; a run that is
 to be replaced is removed when the trainer of the new one stands on all processes and its reward has scored completions, and
-the configuration is written then; every step is on disk when the next begins, and checkpoints are written last of all; the
-trained model is on disk before it is scored.
+the configuration is written then; a run that is continued is changed after all of it was read and checked; every step is on
+disk when the next begins, and checkpoints are written last of all; the trained model is on disk before it is scored.
 
 Under torchrun every process runs this on its part of the prompts, and process 0 alone writes and shows (`rl.processes`).
 """
@@ -21,7 +21,7 @@ from rich.console import Console
 
 from logra import distributed
 from logra.checkpoint import CheckpointStore
-from logra.errors import CheckpointError, LograError
+from logra.errors import LograError
 from logra.rl import processes
 from logra.rl.config import TrainConfig
 from logra.rl.display import Display, make_display
@@ -128,7 +128,7 @@ class _Run:
         self._display = display
         arguments, dataset, texts = trl_arguments(config), training_set(task), texts_to_spare(config)
         settings = config.checkpoints
-        store = CheckpointStore(folder.checkpoints, keep=settings.keep, max_bytes=settings.max_bytes)
+        self._store = store = CheckpointStore(folder.checkpoints, keep=settings.keep, max_bytes=settings.max_bytes)
         self._origin = find_origin(config, folder, store, task)
         display.say(f"Loading {config.model}")
         model, self._tokenizer = load_model(config, task)
@@ -166,10 +166,7 @@ class _Run:
         processes.require_same_weights(config.model, parameters)
 
     def _begin(self) -> None:
-        """Make the folder that of this run: a new one, or the one that lies there, as it was at the checkpoint.
-
-        Everything that may refuse this run has been asked before: from here on what lies there is changed.
-        """
+        """Make the folder that of this run: a new one, or the one that lies there, as it was at the checkpoint."""
         from logra.rl.methods import publish_updates
 
         origin, folder = self._origin, self._folder
@@ -177,26 +174,30 @@ class _Run:
             self._display.say(note)
         if not origin.continues:
             folder.create()
-        folder.write_config(self._config)
+            folder.write_config(self._config)
         publish_updates(self._config, self._trainer, folder.updates, resumed=origin.continues, say=self._display.say)
         if origin.continues:
-            self._require_log(origin.run.get("version", 0))
-            for name in folder.reopen(origin.run.get("positions", dict.fromkeys(folder.positions(), 0))):
-                self._display.say(
-                    f"Warning: {name} is shorter than it was: steps before the checkpoint are missing from it"
-                )
-            for step in folder.steps():
-                self._recorder.summary.add(step)
+            self._reopen()
         if origin.state is not None:
             self._trainer.resume_from(origin.state)
 
-    def _require_log(self, version: int) -> None:
-        """Refuse a log of updates that ends before the checkpoint: what follows would leave a gap in it."""
-        publisher = getattr(self._trainer, "publisher", None)
-        if publisher is not None and publisher.log.latest() < version:
-            raise CheckpointError(
-                f"resume: the checkpoint is at policy version {version}, but the log {str(self._folder.updates)!r} ends at "
-                f"{publisher.log.latest()}. Restore the log, or resume from an older checkpoint"
+    def _reopen(self) -> None:
+        """Continue the run that lies here. Nothing of it is changed before the last check has passed."""
+        from logra.rl.resume import require_log, set_aside_later
+
+        origin, folder = self._origin, self._folder
+        positions = origin.run.get("positions", dict.fromkeys(folder.positions(), 0))
+        require_log(self._trainer, folder, origin.run.get("version", 0))
+        if origin.state is not None:
+            self._trainer.require_same_base(origin.state)
+        for step in folder.steps(positions):
+            self._recorder.summary.add(step)
+        for note in set_aside_later(self._config, self._store, origin):
+            self._display.say(note)
+        folder.write_config(self._config)
+        for name in folder.reopen(positions):
+            self._display.say(
+                f"Warning: {name} is shorter than it was: steps before the checkpoint are missing from it"
             )
 
     def _require_space(self) -> None:

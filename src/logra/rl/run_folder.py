@@ -225,12 +225,35 @@ class RunFolder:
         self._is_created = True
         return short
 
-    def steps(self) -> Iterator[dict[str, Any]]:
-        """The metrics of the steps so far."""
-        if self.metrics.exists():
-            with self.metrics.open(encoding="utf-8") as file:
-                for line in file:
-                    yield json.loads(line)
+    def steps(self, positions: Mapping[str, int]) -> list[dict[str, Any]]:
+        """The metrics of the steps before a checkpoint; what comes after it is not read.
+
+        Args:
+            positions: from `positions`, at the checkpoint.
+
+        Raises:
+            ConfigError: a line is damaged.
+        """
+        if not self.metrics.exists():
+            return []
+        try:
+            with self.metrics.open("rb") as file:
+                lines = file.read(positions[self.metrics.name]).splitlines()
+        except OSError as error:
+            raise ConfigError(f"resume: {str(self.metrics)!r} cannot be read: {error}") from error
+        return [self._step(line, number) for number, line in enumerate(lines, start=1)]
+
+    def _step(self, line: bytes, number: int) -> dict[str, Any]:
+        try:
+            step = json.loads(line)
+        except ValueError:  # neither JSON, nor perhaps text
+            step = None
+        if not isinstance(step, dict):
+            raise ConfigError(
+                f"resume: {str(self.metrics)!r}, line {number}: not the metrics of a step, the file is damaged. Restore it, "
+                f"or move it away: the run then goes on without the metrics of its earlier steps"
+            )
+        return step
 
     def contents(self) -> str:
         """What of this run is on disk, in a sentence."""

@@ -1,5 +1,7 @@
 """Held-out score: greedy completions, independent of batching and padding."""
 
+import math
+
 import pytest
 import torch
 
@@ -56,6 +58,22 @@ def test_score_is_the_mean_over_batches(model, tokenizer, monkeypatch):
     assert heldout_score(model, tokenizer, task_of(ROWS, reward), max_new_tokens=2) == pytest.approx(2 / 3)
     assert seen == [["1", "5", "3"], ["x"]]
     assert model.training
+
+
+def test_bad_rewards_are_left_out_and_counted_where_that_is_asked_for(model, tokenizer):
+    def reward(completions, **_):
+        return [1.0, math.nan, None, -math.inf]
+
+    found = []
+    task = task_of(ROWS, reward)
+    assert heldout_score(model, tokenizer, task, max_new_tokens=2, on_bad=found.append) == 1.0
+    assert found == [2]
+    with pytest.raises(DataError, match="must be finite"):
+        heldout_score(model, tokenizer, task, max_new_tokens=2)
+    nothing_good = task_of(ROWS, lambda completions, **_: [math.nan] * 4)
+    assert heldout_score(model, tokenizer, nothing_good, max_new_tokens=2, on_bad=found.append) is None
+    with pytest.raises(DataError, match="returned str"):  # what is no number is an error all the same
+        heldout_score(model, tokenizer, task_of(ROWS, lambda **_: "text"), max_new_tokens=2, on_bad=found.append)
 
 
 def test_async_and_broken_rewards(model, tokenizer):

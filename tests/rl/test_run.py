@@ -224,6 +224,20 @@ def test_a_broken_reward_ends_the_run_with_what_was_written(run, tmp_path):
     assert (results["interrupted"], results["num_steps"]) == (True, 0)
 
 
+def test_bad_rewards_of_heldout_completions_do_not_end_a_run_that_drops_them(run, tmp_path):
+    """Fails if guards.on_bad_reward=drop does not hold for the scores before, between and after the steps."""
+    (tmp_path / "task.py").write_text(
+        TASK.replace("for text in completions]", "for text in completions[1:]] + [float('nan')]")
+    )
+    guards = GuardsConfig(on_bad_reward="drop", validate_every=2)
+    outcome, shown = run(guards=guards, run=RunConfig(num_steps=2, device="cpu"))
+    assert "rewards of held-out completions that are NaN or infinite: 1, left out of the score" in shown
+    heldout = outcome.results["heldout"]
+    assert heldout["before"] is not None and heldout["after"] is not None
+    assert heldout["num_left_out"] == 3
+    assert "heldout/score" in records(outcome.folder / "metrics.jsonl")[1]
+
+
 def test_rewards_that_never_differ_are_told_with_what_to_do(run, tmp_path):
     (tmp_path / "task.py").write_text(TASK.replace("sum(c.isalpha() for c in text) / 8", "0.5"))
     outcome, shown = run(num_heldout=0)

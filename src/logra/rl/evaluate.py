@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,9 +20,14 @@ BATCH_SIZE = 64
 
 @torch.no_grad()
 def heldout_score(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, *, max_new_tokens: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    *,
+    max_new_tokens: int,
+    on_bad: Callable[[int], None] | None = None,
 ) -> float | None:
-    """Mean reward of one greedy completion per held-out problem; None without held-out problems.
+    """Mean reward of one greedy completion per held-out problem; None without held-out problems, or without a reward.
 
     Several processes share the problems; all of them call this and have the same score.
 
@@ -30,6 +36,11 @@ def heldout_score(
         tokenizer: its tokenizer, with a pad token.
         task: problems and reward.
         max_new_tokens: longest completion, tokens.
+        on_bad: leaves out the rewards that are NaN or infinite, and is told how many there were, where there were any;
+            None makes them an error. Alike on all processes.
+
+    Raises:
+        DataError: the reward function failed, or returned something that is no reward.
     """
     if not task.heldout:
         return None
@@ -40,16 +51,24 @@ def heldout_score(
     for start in range(0, len(own), BATCH_SIZE):
         rows = own[start : start + BATCH_SIZE]
         ids, completions = generate_greedy(model, tokenizer, rows, max_new_tokens=max_new_tokens)
-        rewards += [value for value in score_completions(task, rows, ids, completions) if value is not None]
+        values = score_completions(task, rows, ids, completions, keep_bad=on_bad is not None)
+        rewards += [value for value in values if value is not None]
     model.train(was_training)
+    if on_bad is not None:
+        num_bad = sum(distributed.gathered(sum(map(math.isinf, rewards))))
+        rewards = [value for value in rewards if math.isfinite(value)]
+        if num_bad:
+            on_bad(num_bad)
     score = distributed.mean(math.fsum(rewards) / len(rewards) if rewards else math.nan, weight=len(rewards))
     return None if math.isnan(score) else score
 
 
-def score_completions(task: Task, rows: list[Row], ids: list[list[int]], completions: list[Any]) -> list[float | None]:
-    """Rewards of completions, called as TRL calls a reward function."""
+def score_completions(
+    task: Task, rows: list[Row], ids: list[list[int]], completions: list[Any], *, keep_bad: bool = False
+) -> list[float | None]:
+    """Rewards of completions, called as TRL calls a reward function; `keep_bad` makes the bad ones infinity."""
     columns = {name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"}
-    reward = checked(task.reward, getattr(task.reward, "__name__", "reward"))
+    reward = checked(task.reward, getattr(task.reward, "__name__", "reward"), keep_bad=keep_bad)
     values = reward(
         prompts=[row["prompt"] for row in rows],
         completions=completions,

@@ -151,6 +151,7 @@ class _Run:
         self._trainer.validate = lambda: self._score(self._trainer.model)
         self._seconds = self._origin.run.get("train_s", 0.0)
         self._before: float | None = None
+        self._num_left_out: int = self._origin.run.get("heldout_left_out", 0)
         self._start = time.perf_counter()
         self._rows = rows_digest(task)
         self._saver = None
@@ -216,6 +217,7 @@ class _Run:
             "positions": self._folder.positions(),
             "version": getattr(getattr(self._trainer, "sketch_optimizer", None), "version", 0),
             "heldout_before": self._before,
+            "heldout_left_out": self._num_left_out,
             "train_s": self._seconds + time.perf_counter() - self._start,
         }
 
@@ -268,6 +270,14 @@ class _Run:
             self._tokenizer,
             self._task if task is None else task,
             max_new_tokens=self._config.rollout.max_new_tokens,
+            on_bad=self._leave_out if self._config.guards.on_bad_reward == "drop" else None,
+        )
+
+    def _leave_out(self, num_bad: int) -> None:
+        self._num_left_out += num_bad
+        self._display.say(
+            f"Warning: rewards of held-out completions that are NaN or infinite: {num_bad}, left out of the score "
+            f"(guards.on_bad_reward=drop)"
         )
 
     def _try_reward(self) -> None:
@@ -349,6 +359,7 @@ class _Run:
                 "num_problems": len(self._task.heldout),
                 "before": self._before,
                 "after": after,
+                "num_left_out": self._num_left_out,  # bad rewards, over all scores
             },
             "mean_reward_first_3_steps": first,
             "mean_reward_last_3_steps": last,

@@ -1,6 +1,8 @@
 """`logra replay`: the folder it writes holds the trainer's bits, and a broken chain is not hidden."""
 
 import copy
+import json
+import shutil
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from logra import SketchOptimizer
 from logra.cli.replay import replay, replay_command
-from logra.errors import LograError
+from logra.errors import ConfigError, LograError
 from logra.sync import DirectoryLog, Publisher
 from logra.sync.publisher import optimizer_layout
 
@@ -196,3 +198,17 @@ def test_folders_without_a_log_are_refused(tmp_path):
     (tmp_path / "config.yaml").write_text("x")
     with pytest.raises(LograError, match=r"no log of updates.*--output-dir of `logra train`"):
         replay(tmp_path, verify=True)
+
+
+def test_a_base_model_that_cannot_be_loaded_is_refused(broken, base, tmp_path):
+    """Fails if only some of what transformers raises is taken for a damaged model, or if it asks whether to run code."""
+    other = tmp_path / "other"
+    shutil.copytree(base, other)
+    config = json.loads((base / "config.json").read_text())
+    for changed, message in (
+        ({"num_attention_heads": 0}, r"cannot be loaded: \w+Error: .*give --base"),
+        ({"model_type": "own", "auto_map": {"AutoConfig": "own.C"}}, "code of its own"),
+    ):
+        (other / "config.json").write_text(json.dumps(config | changed))
+        with pytest.raises(ConfigError, match=rf"(?s)base model .*{message}"):
+            replay(broken.folder, verify=True, base=str(other))

@@ -118,14 +118,12 @@ def _base_location(manifest: Manifest, base: str | None) -> str:
 
 def _load(location: str, manifest: Manifest) -> Any:
     """The base model in fp32, with the values that the trainer began from."""
-    from transformers import AutoModelForCausalLM
+    from logra.rl.pretrained import load_causal_lm
 
     trained = torch.float32 if manifest.weight_storage == "fp32" else torch.bfloat16
     revision = {} if Path(location).is_dir() or manifest.base.revision is None else {"revision": manifest.base.revision}
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(location, dtype=trained, **revision)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"base model {location!r} cannot be loaded: {error}. If it has moved, give --base") from error
+    advice = ". If it has moved, give --base"
+    model = load_causal_lm(f"base model {location!r}", location, advice=advice, dtype=trained, **revision)
     return model.to(torch.float32)
 
 
@@ -184,14 +182,14 @@ def _compare(log: DirectoryLog, model: Any, manifest: Manifest, first: int, seco
 
 
 def _rebuild(log: DirectoryLog, model: Any, location: str, manifest: Manifest, step: int, output: Path) -> None:
-    from transformers import AutoTokenizer
+    from logra.rl.pretrained import load_tokenizer
 
     replica = Replica(model, version=manifest.base.version)
     replica.catch_up(log, until=step)
     model.save_pretrained(output)
     try:
-        AutoTokenizer.from_pretrained(location).save_pretrained(output)
-    except (OSError, ValueError) as error:
+        load_tokenizer("its tokenizer", location).save_pretrained(output)
+    except ConfigError as error:
         print(f"The base model has no tokenizer that could be copied ({error}).")
     checked = replica.verified_version
     if checked is None:

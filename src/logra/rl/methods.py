@@ -13,8 +13,7 @@ from typing import Any
 import pyarrow
 import torch
 from datasets import Dataset
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 from trl.trainer.grpo_config import GRPOConfig
 
@@ -29,6 +28,7 @@ from logra.rl.default_model import MODEL_ID, default_model_path
 from logra.rl.grpo import CHECKPOINTING
 from logra.rl.guarded import GuardedGRPOTrainer
 from logra.rl.guards.length_penalty import with_length_penalty
+from logra.rl.pretrained import load_causal_lm, load_tokenizer
 from logra.rl.priced import PricedGRPOTrainer
 from logra.rl.rollout import engine_class
 from logra.rl.tasks import Task
@@ -62,17 +62,16 @@ def load_model(config: TrainConfig, task: Task) -> tuple[PreTrainedModel, PreTra
         ConfigError: they cannot be loaded, weights are missing, or the tokenizer has no chat template although one is
             needed.
     """
-    location = model_location(config.model)
-    dtype = WEIGHT_DTYPES[config.logra.weight_storage]
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(location, padding_side="left")
-        # What does not fit is reported, with all that is missing, below.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            location, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
-        )
-        model, report = loaded
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"model={config.model!r} cannot be loaded: {error}") from error
+    location, what = model_location(config.model), f"model={config.model!r}"
+    tokenizer = load_tokenizer(what, location, padding_side="left")
+    # What does not fit is reported, with all that is missing, below.
+    model, report = load_causal_lm(
+        what,
+        location,
+        dtype=WEIGHT_DTYPES[config.logra.weight_storage],
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
     _require_all_weights(config.model, report)
     if tokenizer.chat_template is None and not isinstance(task.train[0]["prompt"], str):
         raise ConfigError(

@@ -1,0 +1,79 @@
+"""Whatever is wrong with a model's folder is a ConfigError that says what, and no code that comes with a model is run."""
+
+import json
+
+import pytest
+import transformers
+
+from logra.errors import ConfigError
+from logra.rl.config import TrainConfig
+from logra.rl.methods import load_model
+from logra.rl.tasks import Task
+
+CHAT = [{"role": "user", "content": "1 + 1 = ?"}]
+
+
+def load(folder, prompt="1 +"):
+    rows = [{"prompt": prompt}]
+    return load_model(
+        TrainConfig(model=str(folder), output_dir="unused"), Task("t", rows, [], lambda **_: [], "accuracy")
+    )
+
+
+def change(file, **settings):
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_of_a_model_is_neither_run_nor_asked_about(model_folder, file, monkeypatch):
+    """Fails if transformers asks on standard input, or imports what lies in the folder."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on standard input"))
+    (model_folder / "own.py").write_text("raise SystemExit('run')\n")
+    own = {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M", "AutoTokenizer": ["own.T", None]}
+    change(model_folder / file, model_type="own", tokenizer_class="Own", auto_map=own)
+    with pytest.raises(ConfigError, match=r"cannot be loaded: it comes with code of its own .*not supported"):
+        load(model_folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hidden_size": "32"}, "Error: "),
+        ({"num_attention_heads": 5}, "Error: "),
+        ({"num_attention_heads": 0}, "Error: "),
+        ({"hidden_act": "sillu"}, "KeyError: .*sillu"),
+    ],
+)
+def test_settings_that_no_model_has(model_folder, settings, message):
+    change(model_folder / "config.json", **settings)
+    with pytest.raises(ConfigError, match=rf"(?s)model=.*tiny-model' cannot be loaded: \w*{message}"):
+        load(model_folder)
+
+
+def test_files_that_are_damaged(model_folder):
+    (model_folder / "model.safetensors").rename(model_folder / "away")
+    (model_folder / "pytorch_model.bin").write_bytes(b"no weights" * 100)
+    with pytest.raises(ConfigError, match=r"tiny-model' cannot be loaded: \w+Error: "):
+        load(model_folder)
+    (model_folder / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"tiny-model' cannot be loaded: \w+Error: "):
+        load(model_folder)
+
+
+def test_what_a_folder_lacks_is_named(model_folder, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"the folder holds no config\.json"):
+        load(tmp_path / "empty")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model_folder / name).unlink()
+    with pytest.raises(ConfigError, match="the folder holds no tokenizer"):
+        load(model_folder)
+
+
+def test_a_hub_id_that_is_a_mistyped_folder(monkeypatch):
+    def offline(*_, **__):
+        raise OSError("We couldn't connect to the hub")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", offline)
+    with pytest.raises(ConfigError, match="couldn't connect to the hub There is no such folder here either"):
+        load("runs/typo")

@@ -1,5 +1,6 @@
 """Tasks: the split is disjoint and reproducible, rewards are exact, and bad input is refused with a way out."""
 
+import itertools
 import json
 import sys
 import textwrap
@@ -9,7 +10,8 @@ import pyarrow.parquet
 import pytest
 
 from logra.errors import DataError
-from logra.rl.tasks import load_task
+from logra.rl.methods import training_set
+from logra.rl.tasks import gym, load_task
 from logra.rl.tasks.gym import VerifierReward, last_number_reward
 from logra.rl.tasks.problems import distinct, prompt_key, split_heldout
 
@@ -51,6 +53,24 @@ def test_the_split_depends_on_the_seed_alone():
     assert short.heldout == long.heldout
     neighbour = load_task("chain_sum", options=wide, num_heldout=8, seed=1)
     assert not set(keys(short.heldout)) & set(keys(neighbour.heldout))
+
+
+@pytest.mark.parametrize("settings", [{"num_steps": 20_000}, {"num_heldout": 10**9}], ids=str)
+def test_a_small_space_is_not_searched_forever(monkeypatch, settings):
+    """Fails if the problems that a long run asks for are drawn for long after the last of 200 sums was found."""
+    drawn, row = itertools.count(), gym._row
+
+    def counted(*entry):
+        if next(drawn) == 20_000:
+            pytest.fail("drawn on")
+        return row(*entry)
+
+    monkeypatch.setattr(gym, "_row", counted)
+    task = load_task("chain_sum", **settings)
+    assert len(task.train) + len(task.heldout) == 200
+    # The end of the search changes none of what was found.
+    expected = load_task("chain_sum")
+    assert task.heldout + task.train == expected.heldout + expected.train
 
 
 def test_prompts_are_short_conversations():
@@ -195,6 +215,9 @@ def test_unusable_files(write_task, source, message):
     [
         ("rows.jsonl", '{"prompt": "a"}\nnot json\n', "line 2: not JSON"),
         ("rows.jsonl", "", "is empty"),
+        ("rows.jsonl", '{"prompt": "a"}\n{"prompt": "a", "x": [{"y": 9223372036854775808}]}', "line 2: .*'x'.*64 bits"),
+        ("rows.jsonl", '{"prompt": "a", "x": ' + "9" * 5000 + "}", r"rows\.jsonl', line 1 cannot be read: .*digits"),
+        ("rows.jsonl", "\n" + "[" * 100_000, r"rows\.jsonl', line 2 cannot be read: .*recursion"),
         ("rows.csv", "prompt\na\n", "a .jsonl or .parquet file is needed"),
         ("rows.parquet", "not parquet", "not a Parquet file"),
     ],
@@ -255,3 +278,11 @@ def test_splitting():
         {"prompt": "a", "x": 1},
         {"prompt": "b"},
     ]
+
+
+def test_rows_that_no_table_takes(write_task):
+    """A file's own rows have no lines; the table they are put into says what is wrong with them."""
+    rows = "[{'prompt': str(i), 'answer': 2**64} for i in range(20)]"
+    task = load_task(write_task(REWARD + f"def dataset(): return {rows}\n"))
+    with pytest.raises(DataError, match=r"rows do not form a table.*: \w"):
+        training_set(task)

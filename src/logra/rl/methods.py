@@ -111,7 +111,7 @@ def training_set(task: Task) -> Dataset:
     """
     try:
         return Dataset.from_list(task.train)
-    except (pyarrow.ArrowException, TypeError, ValueError) as error:
+    except (pyarrow.ArrowException, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise DataError(
             f"task={task.name!r}: its rows do not form a table, each column of one type: {error}"
         ) from error

@@ -131,10 +131,32 @@ def read_rows(path: Path) -> list[Row]:
             continue
         try:
             row = json.loads(line)
+            beyond = _too_large(row)
         except json.JSONDecodeError as error:
             raise DataError(f"dataset={str(path)!r}, line {number}: not JSON ({error})") from None
+        except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
+            raise DataError(f"dataset={str(path)!r}, line {number} cannot be read: {error}") from None
+        if beyond is not None:
+            raise DataError(
+                f"dataset={str(path)!r}, line {number}: the column {beyond!r} holds an integer beyond 64 bits. Write it as a "
+                f"text"
+            )
         rows.append(row)
     return rows
+
+
+def _too_large(row: Any) -> str | None:
+    """A column with an integer that a table does not take."""
+    columns = row.items() if isinstance(row, dict) else ()
+    return next((name for name, value in columns if _has_large_integer(value)), None)
+
+
+def _has_large_integer(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return any(map(_has_large_integer, value))
+    return isinstance(value, int) and not -(2**63) <= value < 2**63
 
 
 def _check_rows(rows: Iterable[Any], source: str) -> list[Row]:

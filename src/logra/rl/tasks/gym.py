@@ -57,7 +57,7 @@ def load(
     Args:
         name: of the dataset.
         options: keyword arguments of the dataset, see reasoning-gym.
-        num_wanted: distinct problems to draw, if there are as many.
+        num_wanted: distinct problems to draw. Where there are fewer, drawing ends when no new one has come for long.
         num_heldout: of which to hold out, at most two thirds.
         seed: of the problems.
 
@@ -74,7 +74,7 @@ def load(
     first_seed = (seed * 1_000_003) % 2**31
     try:
         dataset = reasoning_gym.create_dataset(name, size=max(MIN_DRAWS, 4 * num_wanted), seed=first_seed, **settings)
-        drawn = islice(distinct(_rows(name, dataset)), num_wanted)
+        drawn = islice(distinct(_rows(name, dataset), until_spent=True), num_wanted)
         train, heldout = split_heldout(list(drawn), num_heldout, most=MOST_HELDOUT)
     except (TypeError, AssertionError, ValueError) as error:
         raise DataError(f"task={name!r} does not accept task_options={options!r}: {error}") from error

@@ -12,20 +12,37 @@ from logra.errors import DataError
 
 Row = dict[str, Any]
 
+LEAST_REPEATS = 8192
+REPEATS_PER_PROBLEM = 16
+"""Draws in a row without a new problem that say that all are known. One as likely as the others would be missed with a
+chance of exp(-16); of 200, of exp(-40)."""
+
 
 def prompt_key(row: Row) -> str:
     """The text that identifies a problem."""
     return json.dumps(row["prompt"], sort_keys=True, ensure_ascii=False, default=str)
 
 
-def distinct(rows: Iterable[Row]) -> Iterator[Row]:
-    """The first row of each problem, in order."""
+def distinct(rows: Iterable[Row], *, until_spent: bool = False) -> Iterator[Row]:
+    """The first row of each problem, in order.
+
+    Args:
+        rows: of problems that may repeat.
+        until_spent: rows are drawn at random, without end: stop when the repeats in a row say that there is no other
+            problem.
+    """
     seen: set[str] = set()
+    repeats = 0
     for row in rows:
         key = prompt_key(row)
         if key not in seen:
             seen.add(key)
+            repeats = 0
             yield row
+            continue
+        repeats += 1
+        if until_spent and repeats >= max(LEAST_REPEATS, REPEATS_PER_PROBLEM * len(seen)):
+            return
 
 
 def split_heldout(rows: list[Row], num_heldout: int, *, most: float) -> tuple[list[Row], list[Row]]:

@@ -212,3 +212,18 @@ def test_a_base_model_that_cannot_be_loaded_is_refused(broken, base, tmp_path):
         (other / "config.json").write_text(json.dumps(config | changed))
         with pytest.raises(ConfigError, match=rf"(?s)base model .*{message}"):
             replay(broken.folder, verify=True, base=str(other))
+
+
+@pytest.mark.parametrize("place", ["file/x", "file/x/y", "/proc/x", "x" * 300])
+def test_an_output_that_cannot_be_created_is_refused_before_the_model_loads(trained, tmp_path, monkeypatch, place):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("logra.cli.replay._load", lambda *_: pytest.fail("the model was loaded"))
+    with pytest.raises(ConfigError, match=r"output=.*Choose another folder"):
+        replay(trained.folder, step=3, output=tmp_path / place)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+
+
+def test_the_output_may_lie_in_folders_to_be_made(trained, tmp_path):
+    replay(trained.folder, step=1, output=tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b" / "config.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]

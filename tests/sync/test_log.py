@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 from dataclasses import replace
 
 import pytest
@@ -304,3 +305,17 @@ def test_a_full_disk_inside_safetensors_is_explained(run, log, monkeypatch):
     with pytest.raises(SyncError, match="free some space"):
         log.write_anchor(4, run.weights[4])
     assert log.latest_anchor(6) is None
+
+
+@pytest.mark.parametrize("name", ["000000000001 (copy).update", "1.update", "anchors/000000000001 (copy).safetensors"])
+def test_files_that_no_log_writes_are_named(tools, run, log, name):
+    (log.path / "anchors").mkdir(exist_ok=True)
+    (log.path / name).touch()
+    with pytest.raises(SyncError, match=re.escape(repr(name.rpartition("/")[2])) + ".*no log writes"):
+        DirectoryLog(log.path).latest_anchor(6)
+
+
+def test_a_file_is_no_log(tmp_path):
+    (tmp_path / "updates").touch()
+    with pytest.raises(SyncError, match="updates is a file"):
+        DirectoryLog(tmp_path / "updates")

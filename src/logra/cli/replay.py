@@ -5,6 +5,7 @@ or says which weights moved how far between two (--compare).
 """
 
 import argparse
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -76,13 +77,15 @@ def replay(
         raise ConfigError("replay: --output and --compare need --step")
     if not verify and output is None and compare is None:
         raise ConfigError("replay: nothing to do: give --output, --compare or --verify")
-    if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(f"output={str(output)!r}: must be a new or an empty folder")
+    if output is not None:
+        _require_free(output)
     log = _open_log(run)
     manifest = log.manifest
     assert manifest is not None
     _check_versions(log, manifest, step, compare)
     location = _base_location(manifest, base)
+    if output is not None:
+        _require_writable(output)
     if verify:
         _verify(log, _load(location, manifest))
     if step is not None and compare is not None:
@@ -90,6 +93,28 @@ def replay(
     if step is not None and output is not None:
         _rebuild(log, _load(location, manifest), location, manifest, step, output)
     return 0
+
+
+def _require_free(output: Path) -> None:
+    try:
+        taken = output.exists() and (not output.is_dir() or any(output.iterdir()))
+    except OSError as error:
+        raise ConfigError(f"output={str(output)!r} cannot be used: {error}. Choose another folder") from error
+    if taken:
+        raise ConfigError(f"output={str(output)!r}: must be a new or an empty folder")
+
+
+def _require_writable(output: Path) -> None:
+    """Refuse a folder that cannot be written, before the model is loaded; leaves what is there as it was."""
+    # The nearest folder that exists decides; the new ones are made when the weights are there.
+    existing = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".tmp-", dir=existing):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"output={str(output)!r} cannot be created: {error.strerror} ({str(existing)!r}). Choose another folder"
+        ) from error
 
 
 def _open_log(run: Path) -> DirectoryLog:

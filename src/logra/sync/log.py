@@ -14,6 +14,7 @@ Refuses, with `SyncError`: gaps, updates of another run, seed or merge rule, oth
 folder that holds anything else.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -186,9 +187,12 @@ class DirectoryLog:
         return max((version for version in self.anchors() if version <= at_most), default=None)
 
     def anchors(self) -> list[int]:
-        """The versions that have an anchor, in order."""
-        names = (self.path / ANCHOR_FOLDER).glob(f"[0-9]*{ANCHOR_SUFFIX}")
-        return sorted(int(name.stem) for name in names)
+        """The versions that have an anchor, in order.
+
+        Raises:
+            SyncError: a file of the folder is named like none.
+        """
+        return _versions_of(self.path / ANCHOR_FOLDER, ANCHOR_SUFFIX)
 
     def read_anchor(self, version: int) -> dict[str, Tensor]:
         """The weights of an anchor, on the CPU.
@@ -239,6 +243,8 @@ class DirectoryLog:
         return manifest
 
     def _check_empty(self) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise SyncError(f"{self.path} is a file; a log is a folder. Choose another path")
         files = self.path.iterdir() if self.path.exists() else ()
         others = sorted(file.name for file in files if not file.name.startswith(durable.TEMPORARY_PREFIX))
         if others:
@@ -247,8 +253,7 @@ class DirectoryLog:
             )
 
     def _last_of_folder(self, base_version: int) -> int:
-        names = self.path.glob(f"[0-9]*{UPDATE_SUFFIX}")
-        versions = sorted(int(name.stem) for name in names)
+        versions = _versions_of(self.path, UPDATE_SUFFIX)
         expected = list(range(base_version + 1, base_version + 1 + len(versions)))
         if versions != expected:
             missing = sorted(set(range(base_version + 1, versions[-1])) - set(versions))
@@ -268,6 +273,23 @@ class DirectoryLog:
 def file_stem(version: int) -> str:
     """The names of files without their endings."""
     return f"{version:012d}"
+
+
+def _versions_of(folder: Path, suffix: str) -> list[int]:
+    """The versions that files of a folder are named for, in order.
+
+    Raises:
+        SyncError: a name that begins like one is not of the form.
+    """
+    versions = []
+    for file in folder.glob(f"[0-9]*{suffix}"):
+        if re.fullmatch("[0-9]{12,}", file.stem) is None:
+            raise SyncError(
+                f"{folder} holds {file.name!r}, which no log writes: the names are {file_stem(1)}{suffix} and so on. Move it "
+                f"elsewhere"
+            )
+        versions.append(int(file.stem))
+    return sorted(versions)
 
 
 def check_belongs(update: PolicyUpdate, manifest: Manifest) -> None:

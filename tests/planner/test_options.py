@@ -1,5 +1,6 @@
 """Bad input of a plan is named before anything is traced."""
 
+import importlib
 import json
 
 import pytest
@@ -17,7 +18,7 @@ def test_memory_sizes(text, num_bytes):
     assert parse_memory(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["80", "GB", "-3GB", "0GB", "80XB", 80, ""])
+@pytest.mark.parametrize("text", ["80", "GB", "-3GB", "0GB", "80XB", 80, "", "9" * 400 + "GB"])
 def test_a_memory_size_without_a_unit_is_refused(text):
     with pytest.raises(ConfigError, match=r"gpu_memory=.*with a unit"):
         parse_memory(text)
@@ -57,9 +58,40 @@ def test_a_configuration_that_is_none(tmp_path):
                 load_config(str(path))
 
 
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"model_type": "gpt2"}, "type gpt2 without intermediate_size"),
+        ({"model_type": "mamba"}, "type mamba without num_attention_heads"),
+        ({"model_type": "clip"}, "type clip without hidden_size"),
+        ({"hidden_size": "64"}, "does not take"),
+        ({"num_attention_heads": 0}, "does not take|num_attention_heads=0"),
+        ({"num_attention_heads": None}, "does not take|num_attention_heads"),
+        ({"num_key_value_heads": 0}, "does not take|num_key_value_heads=0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"text_config": {"model_type": []}}, "does not take"),
+        ({"text_config": "llama"}, "no model_type"),
+    ],
+    ids=str,
+)
+def test_configurations_that_no_plan_reads(tmp_path, monkeypatch, settings, named):
+    """Fails if a size that is missing or none is met after the trace, which takes long."""
+    monkeypatch.setattr(importlib.import_module("logra.planner.plan"), "trace", lambda *_: pytest.fail("traced"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | settings))
+    with pytest.raises(ConfigError, match=rf"(?s)model=.*({named})"):
+        logra.memory.plan(str(tmp_path))
+
+
+def test_a_text_config_of_null_is_none(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64, "text_config": None}))
+    assert load_config(str(tmp_path)).hidden_size == 64
+
+
 def test_a_model_whose_forward_cannot_be_traced(tmp_path):
     """An encoder-decoder has no causal language model: an error that names the model, no guess."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "d_model": 8, "num_hidden_layers": 1}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "t5", "d_model": 8, "intermediate_size": 8, "num_layers": 1})
+    )
     several = {"methods": ["adamw", "logra"], "num_processes": 2}
     for settings, named in (
         ({"methods": "adamw"}, "^model: "),

@@ -55,7 +55,8 @@ def load_config(model: str) -> Any:
     """The transformers configuration of a preset, a config.json, or a folder that holds one.
 
     Raises:
-        ConfigError: no such preset, file or folder, or one that transformers does not know.
+        ConfigError: no such preset, file or folder, one that transformers does not know, or one without the sizes of a
+            decoder.
     """
     from transformers import AutoConfig
 
@@ -70,15 +71,45 @@ def load_config(model: str) -> Any:
             )
         try:
             settings = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"model={model!r}: {file} is not a JSON configuration: {error}") from error
-    settings = settings.get("text_config", settings) if isinstance(settings, dict) else {}
-    if "model_type" not in settings:
+    if isinstance(settings, dict) and settings.get("text_config") is not None:
+        settings = settings["text_config"]
+    if not isinstance(settings, dict) or "model_type" not in settings:
         raise ConfigError(f"model={model!r}: the configuration has no model_type")
     try:
-        return AutoConfig.for_model(**settings)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"model={model!r}: transformers does not take this configuration: {error}") from error
+        config = AutoConfig.for_model(**settings)
+    except Exception as error:  # of transformers, for values that no model has: they have no class in common
+        raise ConfigError(
+            f"model={model!r}: transformers does not take this configuration: {type(error).__name__}: {error}"
+        ) from error
+    _require_sizes(model, config)
+    return config
+
+
+def _require_sizes(model: str, config: Any) -> None:
+    """Refuse a configuration that lacks a size which the plan reads, before anything is traced."""
+    for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        value = getattr(config, name, None)
+        if value is None:
+            raise ConfigError(
+                f"model={model!r}: a configuration of type {config.model_type} without {name} cannot be planned for. Give "
+                f"that of a decoder such as {', '.join(list(PRESETS)[:2])}"
+            )
+        _require_size(model, name, value)
+    for name in ("num_key_value_heads", "head_dim"):
+        if (value := getattr(config, name, None)) is not None:
+            _require_size(model, name, value)
+    if getattr(config, "head_dim", None) is None and config.num_attention_heads > config.hidden_size:
+        raise ConfigError(
+            f"model={model!r}: num_attention_heads={config.num_attention_heads} are more than hidden_size="
+            f"{config.hidden_size}"
+        )
+
+
+def _require_size(model: str, name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"model={model!r}: {name}={value!r}: must be an integer of at least 1")
 
 
 def meta_model(config: Any, dtype: torch.dtype | None = None) -> Any:
@@ -86,4 +117,4 @@ def meta_model(config: Any, dtype: torch.dtype | None = None) -> Any:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)

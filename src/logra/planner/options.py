@@ -1,5 +1,6 @@
 """What is planned: sizes, method and storage, checked before anything is traced."""
 
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -81,9 +82,10 @@ def parse_memory(text: str | int) -> int:
         ConfigError: no number, no unit, or an unknown one.
     """
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]+)\s*", str(text))
-    if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
+    size = 0.0 if match is None else float(match[1]) * _UNITS.get(match[2].upper(), 0)
+    if not 0 < size < math.inf:
         raise ConfigError(f"gpu_memory={text!r}: a number above 0 with a unit, such as 80GB or 74.5GiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    return int(size)
 
 
 def check_methods(methods: Any) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import transformers
 from logra.errors import ConfigError
 from logra.rl.config import TrainConfig
 from logra.rl.methods import load_model
+from logra.rl.pretrained import require_fit
 from logra.rl.tasks import Task
 
 CHAT = [{"role": "user", "content": "1 + 1 = ?"}]
@@ -77,3 +78,37 @@ def test_a_hub_id_that_is_a_mistyped_folder(monkeypatch):
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", offline)
     with pytest.raises(ConfigError, match="couldn't connect to the hub There is no such folder here either"):
         load("runs/typo")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('System role not supported') }}", "roles user: TemplateError: System role not supported"),
+        ("{% for message in", "roles user: TemplateSyntaxError"),
+    ],
+)
+def test_a_chat_template_that_fails_is_found_before_the_run_begins(model_folder, template, message):
+    (model_folder / "chat_template.jinja").write_text(template)
+    load(model_folder)  # text needs no template
+    with pytest.raises(ConfigError, match=rf"tiny-model': its tokenizer cannot take .*{message}"):
+        load(model_folder, CHAT)
+
+
+def test_every_order_of_roles_is_tried(model_folder, tokenizer, model):
+    tokenizer.chat_template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}x"
+    require_fit("model", model, tokenizer, [CHAT, CHAT])
+    with pytest.raises(ConfigError, match="roles system, user: TemplateError: no"):
+        require_fit("model", model, tokenizer, [CHAT, [{"role": "system", "content": "be brief"}, *CHAT]])
+
+
+def test_tokens_that_the_model_lacks_are_found_before_the_run_begins(tokenizer, model):
+    model.resize_token_embeddings(tokenizer.convert_tokens_to_ids("9") + 1)
+    require_fit("model", model, tokenizer, ["99"])
+    with pytest.raises(ConfigError, match=r"gives the token \d+, but the model has embeddings of the tokens 0 to 11"):
+        require_fit("model", model, tokenizer, ["99a"])
+
+
+def test_a_tokenizer_without_an_end_is_refused(tokenizer, model):
+    tokenizer.eos_token = tokenizer.pad_token = None
+    with pytest.raises(ConfigError, match="no end-of-sequence token"):
+        require_fit("model", model, tokenizer, ["1"])

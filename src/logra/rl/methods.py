@@ -28,7 +28,7 @@ from logra.rl.default_model import MODEL_ID, default_model_path
 from logra.rl.grpo import CHECKPOINTING
 from logra.rl.guarded import GuardedGRPOTrainer
 from logra.rl.guards.length_penalty import with_length_penalty
-from logra.rl.pretrained import load_causal_lm, load_tokenizer
+from logra.rl.pretrained import load_causal_lm, load_tokenizer, require_fit
 from logra.rl.priced import PricedGRPOTrainer
 from logra.rl.rollout import engine_class
 from logra.rl.tasks import Task
@@ -59,8 +59,8 @@ def load_model(config: TrainConfig, task: Task) -> tuple[PreTrainedModel, PreTra
     """Load model and tokenizer.
 
     Raises:
-        ConfigError: they cannot be loaded, weights are missing, or the tokenizer has no chat template although one is
-            needed.
+        ConfigError: they cannot be loaded, weights are missing, the tokenizer has no chat template although one is
+            needed, or model, tokenizer and prompts do not go together.
     """
     location, what = model_location(config.model), f"model={config.model!r}"
     tokenizer = load_tokenizer(what, location, padding_side="left")
@@ -80,6 +80,7 @@ def load_model(config: TrainConfig, task: Task) -> tuple[PreTrainedModel, PreTra
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    require_fit(what, model, tokenizer, [row["prompt"] for row in (*task.train, *task.heldout)])
     return model, tokenizer
 
 

@@ -47,13 +47,15 @@ def test_a_signal_to_this_process_alone_ends_what_the_cells_started(toy, tmp_pat
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
-    # What is not handled must not end the tests.
-    previous = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    # SIGTERM must not end the tests where it is not handled, and SIGINT is ignored in a shell's background jobs.
+    handlers = {signal.SIGTERM: lambda number, frame: None, signal.SIGINT: signal.default_int_handler}
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         with pytest.raises(KeyboardInterrupt):
             run_toy(toy, tmp_path / "toy.json", seeds=(2,))
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
     watcher.join()
     assert said == ["started\n"]
     assert not (tmp_path / "toy.json").exists()

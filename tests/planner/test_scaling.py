@@ -121,6 +121,13 @@ def test_bad_links_and_models_are_named(tmp_path):
         with pytest.raises(ConfigError, match="hop_us="):
             Links(hop_us=value)
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 16}))
-    with pytest.raises(ConfigError, match="a gpt2 model has none of q_proj"):
+    sizes = {
+        "num_hidden_layers": 1,
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "vocab_size": 16,
+    }
+    path.write_text(json.dumps({"model_type": "gpt_neox", **sizes}))
+    with pytest.raises(ConfigError, match="a gpt_neox model has none of q_proj"):
         model_shapes(load_config(str(path)))

@@ -75,6 +75,15 @@ def test_settings_and_files_that_cannot_be_read_are_named(make_run):
         load(folder)
 
 
+@pytest.mark.parametrize("content", [b"", b'{"a": "\xff"}'])
+@pytest.mark.parametrize("name", ["results.json", "memory.json"])
+def test_a_file_that_is_empty_or_no_text_is_refused(make_run, name, content):
+    folder = make_run("a")
+    (folder / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{name}: not JSON"):
+        load(folder)
+
+
 def test_folders_that_hold_no_run_are_refused(make_run, tmp_path):
     with pytest.raises(ConfigError, match="must be the folder of a run"):
         load(tmp_path)

@@ -68,8 +68,10 @@ def load(folder: Path) -> Run:
 
 def _lines(path: Path, *, needs: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The objects in a file, one a line. The last line of a run that was killed may be cut off: it is left out."""
+    if not path.exists():
+        return []
     # Not splitlines(), which also ends lines at characters that a completion may hold: U+2028, U+0085.
-    lines = _text(path).removesuffix("\n").split("\n")
+    lines = _text(path, errors="replace").removesuffix("\n").split("\n")
     found = []
     for number, line in enumerate(lines, 1):
         try:
@@ -88,11 +90,10 @@ def _lines(path: Path, *, needs: Sequence[str] = ()) -> list[dict[str, Any]]:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    text = _text(path)
-    if not text:
+    if not path.exists():
         return {}
     try:
-        value = _parse(text)
+        value = _parse(_text(path, errors="strict"))
     except ValueError as error:
         raise ConfigError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, dict) or not isinstance(value.get("heldout") or {}, dict):
@@ -100,10 +101,9 @@ def _object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _text(path: Path) -> str:
-    """The text of a file; empty where there is none."""
+def _text(path: Path, *, errors: str) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        return path.read_text(encoding="utf-8", errors=errors)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
 

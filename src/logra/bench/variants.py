@@ -12,11 +12,17 @@ from logra.bench.learning import BUDGET, SCHEDULE, UNSCALED
 
 KL = (*BUDGET, "--trust.alpha-max", "1e6")
 """The KL per step of the baselines at equal KL and of `paper`; a learning rate only sets the length that is then scaled."""
+FIRST = ("--trust.kl-budget", "0.3", "--trust.kl-budget-final", "0.1", "--trust.schedule-steps", "5")
 ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "logra-m8": (
         "`logra`, inputs not scaled, momentum 0.8",
         ("--method", "logra", "--logra.momentum", "0.8", *UNSCALED),
     ),
+    "logra-first": (
+        "`logra`, budget 0.3 falling to 0.1 over 5 steps",
+        ("--method", "logra", *FIRST),
+    ),
+    "logra-0.3": ("`logra`, budget 0.3", ("--method", "logra", "--trust.kl-budget", "0.3")),
     "logra-kl": ("`logra`, equal KL", ("--method", "logra", *SCHEDULE)),
     "adamw-1e-5": ("dense AdamW, lr 1e-5", ("--method", "adamw", "--adamw.lr", "1e-5")),
     "adamw-1e-4": ("dense AdamW, lr 1e-4", ("--method", "adamw", "--adamw.lr", "1e-4")),

@@ -32,7 +32,9 @@ def test_an_unknown_command(capsys):
     [
         (["--method", "sgd"], "method='sgd': one of logra, paper, adamw, lora"),
         (["--rollout.num-samples", "1"], "rollout.num_samples=1"),
-        (["--logra.rank", "0"], "rank=0"),
+        (["--logra.rank", "0"], " logra.rank=0"),
+        (["--trust.kl-budget", "-1"], " trust.kl_budget=-1"),
+        (["--adamw.lr", "-1", "--method", "adamw"], " adamw.lr=-1"),
         (["--method", "adamw", "--logra.rank", "8"], "has no effect with method=adamw"),
         (["--task", "chainsum"], "Did you mean chain_sum"),
         (["--model", "./nowhere"], "nor an existing folder"),

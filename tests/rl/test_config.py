@@ -200,3 +200,13 @@ def test_a_baseline_without_its_package_says_what_to_install(method, monkeypatch
     monkeypatch.setitem(sys.modules, f"{method}_torch", None)  # as if it were not installed
     with pytest.raises(ConfigError, match=rf"^method={method}: .*{method}_torch.*pip install 'logra\[bench\]'"):
         trl_arguments(TrainConfig(output_dir="x", method=method))
+
+
+def test_paths_of_a_file_may_name_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    config = TrainConfig(
+        output_dir="~/runs/a", model="~/model", task="~/task.py", dataset="~/rows.jsonl", resume="auto"
+    )
+    assert (config.output_dir, config.model) == ("/home/someone/runs/a", "/home/someone/model")
+    assert (config.task, config.dataset) == ("/home/someone/task.py", "/home/someone/rows.jsonl")
+    assert config.resume == "auto"

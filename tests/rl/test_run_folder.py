@@ -94,7 +94,7 @@ def test_an_input_elsewhere_is_fine(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"file' is not a folder"):
+    with pytest.raises(ConfigError, match=r"output_dir=.*file/run' cannot be written to: .*Not a directory"):
         RunFolder(tmp_path / "file" / "run")
 
 

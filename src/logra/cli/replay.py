@@ -5,7 +5,6 @@ or says which weights moved how far between two (--compare).
 """
 
 import argparse
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor
 from logra.errors import ConfigError, LograError
 from logra.rl.default_model import MODEL_ID, default_model_path
 from logra.sync import DirectoryLog, Manifest, Replica
+from logra.sync.durable import try_writing
 from logra.sync.log import MANIFEST
 
 DESCRIPTION = "Rebuild, check or compare the weights of a run at any step, from its base model and its log of updates."
@@ -85,7 +85,7 @@ def replay(
     _check_versions(log, manifest, step, compare)
     location = _base_location(manifest, base)
     if output is not None:
-        _require_writable(output)
+        _try_output(output)
     if verify:
         _verify(log, _load(location, manifest))
     if step is not None and compare is not None:
@@ -104,17 +104,11 @@ def _require_free(output: Path) -> None:
         raise ConfigError(f"output={str(output)!r}: must be a new or an empty folder")
 
 
-def _require_writable(output: Path) -> None:
-    """Refuse a folder that cannot be written, before the model is loaded; leaves what is there as it was."""
-    # The nearest folder that exists decides; the new ones are made when the weights are there.
-    existing = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
+def _try_output(output: Path) -> None:
     try:
-        with tempfile.TemporaryDirectory(prefix=".tmp-", dir=existing):
-            pass
+        try_writing(output)
     except OSError as error:
-        raise ConfigError(
-            f"output={str(output)!r} cannot be created: {error.strerror} ({str(existing)!r}). Choose another folder"
-        ) from error
+        raise ConfigError(f"output={str(output)!r} cannot be created: {error}. Choose another folder") from error
 
 
 def _open_log(run: Path) -> DirectoryLog:

@@ -47,7 +47,14 @@ def parse(argv: Sequence[str]) -> TrainConfig:
     arguments = _normalised(argv)
     method = _requested_method(arguments)
     parser = build_parser(method)
-    settings = parser.instantiate(parser.parse_args(arguments))
+    parsed = parser.parse_args(arguments)
+    for group, values in preset(method).items():
+        try:
+            type(values)(**dict(parsed[group]))
+        except ConfigError as error:  # a class that Python users build too names its fields alone
+            name = str(error)
+            raise ConfigError(name if name.startswith(f"{group}.") else f"{group}.{name}") from error
+    settings = parser.instantiate(parsed)
     if settings["method"] != method:
         raise ConfigError(
             f"method={settings['method']!r}, but the defaults are those of method={method!r}: give the method once, as "

@@ -5,6 +5,7 @@ per step; a method only decides how a gradient becomes new weights. `preset` hol
 """
 
 import dataclasses
+import os
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -244,6 +245,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _require(bool(self.output_dir), "output_dir", self.output_dir, "the path of a folder is needed")
         _require_choices(self)
+        for name in ("output_dir", "resume", "model", "task", "dataset"):
+            if str(getattr(self, name)).startswith("~"):  # no shell has seen the paths of a file
+                object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
         for group, settings in preset(self.method).items():
             if getattr(self, group) is _NOT_GIVEN[group]:
                 object.__setattr__(self, group, settings)

@@ -18,7 +18,6 @@ import math
 import os
 import platform
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,6 +29,7 @@ from safetensors import SafetensorError
 from logra.checkpoint.store import TEMPORARY_PREFIX, fsync, replace_text
 from logra.errors import ConfigError, LograError
 from logra.rl.config import TrainConfig, to_dict
+from logra.sync.durable import try_writing
 
 VERSIONED_PACKAGES = ("logra", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "reasoning-gym")
 
@@ -53,7 +53,7 @@ class RunFolder:
         try:
             if self.path.exists() and not self.path.is_dir():
                 raise ConfigError(f"output_dir={str(self.path)!r}: this is a file, a folder is needed")
-            self._require_writable()
+            try_writing(self.path)
         except OSError as error:
             raise ConfigError(f"output_dir={str(self.path)!r} cannot be written to: {error}") from error
         if self.path.is_dir() and any(self.path.iterdir()):
@@ -73,23 +73,6 @@ class RunFolder:
         self.report = self.path / "report.html"
         self._unfinished_model = self.path / ".model-unfinished"
         self._is_created = False
-
-    def _require_writable(self) -> None:
-        existing = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
-        if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-            raise ConfigError(
-                f"output_dir={str(self.path)!r}: {str(existing)!r} is not a folder that can be written to"
-            )
-        # Permissions do not tell of a read-only disk or a name that is not allowed: only trying does.
-        missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.path):
-                pass
-        finally:
-            for folder in missing:
-                with suppress(OSError):
-                    folder.rmdir()
 
     def _require_replaceable(self, overwrite: bool) -> None:
         if not self.config.is_file():

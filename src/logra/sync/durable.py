@@ -8,6 +8,7 @@ import contextlib
 import errno
 import os
 import secrets
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -33,6 +34,24 @@ def locked(directory: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def try_writing(directory: Path) -> None:
+    """Make a folder and a file in it, before long work whose result is to lie there; leaves what was there as it was.
+
+    Raises:
+        OSError: one of them cannot be made.
+    """
+    missing = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    try:
+        # Permissions do not tell of a read-only disk or a name that is not allowed: only trying does.
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    finally:
+        for folder in missing:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def write_bytes(path: Path, data: bytes, directory: int) -> None:

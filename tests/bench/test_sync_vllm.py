@@ -80,10 +80,9 @@ def test_a_ratio_says_how_many_times_the_update_is_faster():
     assert "| 0.20 s | 3.00 s (15.0x) | 1.00 s (5.0x) | 0.80 s (4.0x) | 0.30 s (1.5x) |" in text
 
 
-@pytest.mark.parametrize("options", [{"ways": ("carrier pigeon",)}, {"num_repeats": 0}])
-def test_options_that_are_not_allowed(options):
+def test_ways_that_are_not_known():
     with pytest.raises(ConfigError, match="in_process, other_process, server"):
-        sync_vllm.Options(**options)
+        sync_vllm.Options(ways=("carrier pigeon",))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")

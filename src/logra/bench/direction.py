@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from logra.bench.harness import Cell, Results, markdown_table, spread
+from logra.bench.harness import Cell, Results, markdown_table, require_positive, spread
 from logra.errors import ConfigError
 from logra.sign_factor import SignFactor
 from logra.sketch.recovery import recover
@@ -52,9 +52,9 @@ class Options:
     """KL that every update realises, nats per generated token."""
 
     def __post_init__(self) -> None:
-        for name, least in (("max_tokens", FIRST_TOKENS), ("layers_per_kind", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: at least {least}")
+        require_positive(self, "layers_per_kind", "kl_budget")
+        if self.max_tokens < FIRST_TOKENS:
+            raise ConfigError(f"max_tokens={self.max_tokens!r}: at least {FIRST_TOKENS}")
         if any(count < 0 for count in self.updates):
             raise ConfigError(f"updates={self.updates!r}: numbers of at least 0")
 

@@ -6,7 +6,7 @@ A cell is one direction with one seed, a few minutes on one core.
 from dataclasses import dataclass
 from typing import Any
 
-from logra.bench.harness import Cell, Results, markdown_table, require_known
+from logra.bench.harness import Cell, Results, markdown_table, require_known, require_positive
 from logra.bench.lab.report import HEADER, arm_columns
 
 ARMS = {
@@ -34,6 +34,7 @@ class Options:
 
     def __post_init__(self) -> None:
         require_known("arms", self.arms, ARMS)
+        require_positive(self, "num_steps", "kl_budget")
 
 
 def cells(options: Options) -> list[Cell]:

@@ -6,7 +6,7 @@ A cell pretrains one policy and trains it four times from the same weights, on t
 from dataclasses import dataclass
 from typing import Any
 
-from logra.bench.harness import Cell, Results, markdown_table, spread
+from logra.bench.harness import Cell, Results, markdown_table, require_positive, spread
 from logra.bench.harness.figures import plot_runs, svg
 from logra.bench.lab.report import mean_of
 
@@ -31,6 +31,9 @@ class Options:
     """Updates of each case."""
     kl_budget: float = 1e-3
     """Budget of the trust region, nats per generated token."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "num_steps", "kl_budget")
 
 
 def cells(options: Options) -> list[Cell]:

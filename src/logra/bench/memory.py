@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from logra.bench.harness import Cell, Ratio, Results, markdown_table, require_known
+from logra.bench.harness import Cell, Ratio, Results, markdown_table, require_known, require_positive
 from logra.bench.lab.training import trained
 from logra.memory.table import method_table, readable
 from logra.planner.options import METHODS
@@ -32,6 +32,7 @@ class Options:
     def __post_init__(self) -> None:
         require_known("methods", self.methods, METHODS)
         require_known("kinds", self.kinds, KINDS)
+        require_positive(self, "num_steps")
 
 
 CHECK = Options(methods=("logra", "adamw", "lora"), kinds=("process",), num_steps=1)

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logra.bench.harness import Cell, Ratio, Results, markdown_table, require_known
-from logra.errors import ConfigError
+from logra.bench.harness import Cell, Ratio, Results, markdown_table, require_known, require_positive
 from logra.rl.default_model import default_model_path
 
 NUM_PROMPTS, NUM_SAMPLES = 8, 8
@@ -42,8 +41,7 @@ class Options:
     def __post_init__(self) -> None:
         require_known("shapes", self.shapes, SHAPES)
         require_known("ways", self.ways, WAYS)
-        if self.num_repeats < 1:
-            raise ConfigError(f"num_repeats={self.num_repeats}: at least 1")
+        require_positive(self, "num_repeats")
 
 
 CHECK = Options(shapes=("default",), num_repeats=2)

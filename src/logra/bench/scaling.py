@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from logra.bench.harness import Cell, Results, markdown_table
-from logra.errors import ConfigError
+from logra.bench.harness import Cell, Results, markdown_table, require_positive
 from logra.planner.models import PRESETS, load_config
 from logra.planner.scaling import (
     METHODS,
@@ -47,9 +46,7 @@ class Options(Links):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("max_gpus", "max_replicas", "rank", "lora_rank", "num_micro_batches", "bits_per_integer"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: must be above 0")
+        require_positive(self, "max_gpus", "max_replicas", "rank", "lora_rank", "num_micro_batches", "bits_per_integer")
         for model in self.models:
             if model not in PRESETS:  # a preset needs no look, which would import transformers
                 load_config(model)

@@ -8,9 +8,8 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from logra.bench.harness import Cell, Results, markdown_table, require_known, spread
+from logra.bench.harness import Cell, Results, markdown_table, require_known, require_positive, spread
 from logra.bench.lab.report import mean_of
-from logra.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +31,7 @@ class Options:
         from logra.bench.lab.axes import ARMS
 
         require_known("arms", self.arms, ARMS)
-        if self.num_steps < 1 or self.num_prompts < 1:
-            raise ConfigError(f"num_steps={self.num_steps}, num_prompts={self.num_prompts}: at least 1 each")
-        if not self.kl_budget > 0:
-            raise ConfigError(f"kl_budget={self.kl_budget}: above 0")
+        require_positive(self, "num_steps", "num_prompts", "kl_budget")
 
 
 def cells(options: Options) -> list[Cell]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from logra.bench.harness import Cell, Results, markdown_table
+from logra.bench.harness import Cell, Results, markdown_table, require_positive
 from logra.errors import ConfigError
 
 WARM_UP = 0.2
@@ -36,6 +36,7 @@ class Options:
     def __post_init__(self) -> None:
         if not set(self.faults) <= {"yes", "no"}:
             raise ConfigError(f"faults={self.faults!r}: yes and no are allowed")
+        require_positive(self, "num_steps")
 
 
 def cells(options: Options) -> list[Cell]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import logra
 from logra import phases
-from logra.bench.harness import Cell, Ratio, Results, markdown_table, require_known, spread
+from logra.bench.harness import Cell, Ratio, Results, markdown_table, require_known, require_positive, spread
 from logra.errors import ConfigError
 
 METHODS = {
@@ -67,6 +67,7 @@ class Options:
         require_known("methods", self.methods, METHODS)
         if "adamw" not in self.methods:
             raise ConfigError("methods: adamw must be among them, it is what the others are compared with")
+        require_positive(self, "hidden", "rank", "num_layers", "num_micro_batches", "num_tokens", "num_rounds")
 
 
 CHECK = Options(hidden=(512,), models=(), methods=("adamw", "logra", "paper"), num_micro_batches=4, num_rounds=9)

@@ -17,11 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from logra.bench.harness import Cell, Ratio, Results, markdown_table, spread
+from logra.bench.harness import Cell, Ratio, Results, markdown_table, require_positive, spread
 from logra.bench.lab.training import trained
 from logra.bench.transfer.alternatives import full_bytes, low_rank_bytes, sparse_delta
 from logra.bench.transfer.resample import QWEN_7B, SMOLLM2, Architecture, resampled
-from logra.errors import ConfigError
 from logra.rl.default_model import default_model_path
 from logra.sync import DirectoryLog, Replica
 from logra.update import PolicyUpdate
@@ -53,8 +52,7 @@ class Options:
     """Times each operation is timed; the median counts."""
 
     def __post_init__(self) -> None:
-        if min(self.num_steps, self.num_repeats) < 1:
-            raise ConfigError(f"num_steps={self.num_steps}, num_repeats={self.num_repeats}: at least 1 each")
+        require_positive(self, "num_steps", "num_repeats")
 
 
 CHECK = Options(num_steps=1, num_repeats=1)

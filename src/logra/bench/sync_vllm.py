@@ -20,9 +20,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from logra.bench.harness import Cell, Results, markdown_table
+from logra.bench.harness import Cell, Results, markdown_table, require_known, require_positive
 from logra.bench.transfer.engines import WAYS, Engine, engine, ordinary_engine
-from logra.errors import ConfigError
 from logra.optim import SketchOptimizer
 from logra.rl.default_model import default_model_path
 from logra.sync import BaseModel, Manifest
@@ -49,10 +48,8 @@ class Options:
     """Times each operation is timed; the median counts."""
 
     def __post_init__(self) -> None:
-        if self.num_repeats < 1 or not set(self.ways) <= set(WAYS):
-            raise ConfigError(
-                f"num_repeats={self.num_repeats}, ways={self.ways}: at least 1, and some of {', '.join(WAYS)}"
-            )
+        require_known("ways", self.ways, WAYS)
+        require_positive(self, "num_repeats")
 
 
 def cells(options: Options) -> list[Cell]:

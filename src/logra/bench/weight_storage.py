@@ -7,7 +7,7 @@ weights compute in bf16 and fp32 weights in fp32: split32, exactly fp32 in what 
 from dataclasses import dataclass
 from typing import Any
 
-from logra.bench.harness import Cell, Results, markdown_table, spread
+from logra.bench.harness import Cell, Results, markdown_table, require_positive, spread
 from logra.bench.lab.report import mean_of
 
 STORAGES = ("fp32", "split32", "split24")
@@ -23,6 +23,9 @@ class Options:
     """Updates in each storage."""
     lr: float = 1e-3
     """Relative step; no trust region."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "num_steps", "lr")
 
 
 def cells(options: Options) -> list[Cell]:

@@ -1,5 +1,6 @@
 """Checks of the options of benchmarks."""
 
+import math
 from collections.abc import Iterable
 
 from logra.errors import ConfigError
@@ -15,3 +16,15 @@ def require_known(field: str, values: Iterable[str], allowed: Iterable[str]) -> 
     for value in values:
         if value not in names:
             raise ConfigError(f"{field}={value!r}: any of {', '.join(names)}")
+
+
+def require_positive(options: object, *fields: str) -> None:
+    """Refuse numbers that are not above 0, in fields that hold a number or several.
+
+    Raises:
+        ConfigError: with the first such field.
+    """
+    for field in fields:
+        value = getattr(options, field)
+        if not all(0 < number < math.inf for number in (value if isinstance(value, tuple) else (value,))):
+            raise ConfigError(f"{field}={value!r}: above 0")

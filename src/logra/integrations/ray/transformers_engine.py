@@ -64,7 +64,10 @@ class TransformersSampler:
 
 def _load(settings: WorkerSettings) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
-        settings.model, dtype=getattr(torch, settings.dtype), attn_implementation=settings.attention
+        settings.model,
+        dtype=getattr(torch, settings.dtype),
+        attn_implementation=settings.attention,
+        trust_remote_code=False,  # a worker has nobody to ask
     )
     return model.requires_grad_(False).eval()
 

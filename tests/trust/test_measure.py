@@ -54,6 +54,7 @@ def dense_changes(model: nn.Module, deltas: dict[nn.Module, Delta]) -> dict[str,
     return changes
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # of the first torch.func.jvp of a process
 @pytest.mark.parametrize("decay", [1.0, 0.9999])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prediction_is_the_tangent_of_the_dense_weights(tiny, family, decay):

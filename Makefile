@@ -18,7 +18,7 @@ $(VENV)/.installed: pyproject.toml requirements.txt
 demo: $(VENV)/.installed
 	OMP_WAIT_POLICY=passive $(BIN)/logra train --output-dir $(OUTPUT) --overwrite true
 
-# A process of one thread for each core, a file of tests at a time.
+# A process of one thread for each core, at most four for their memory; a file of tests at a time.
 test: $(VENV)/.installed lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
 

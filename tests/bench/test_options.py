@@ -7,7 +7,7 @@ import pytest
 from logra.bench.harness.benchmark import find, summaries
 from logra.errors import ConfigError
 
-MAY_BE_ZERO = {"warm_up_batches", "updates", "seeds"}
+MAY_BE_ZERO = {"warm_up_batches", "updates"}
 
 
 def _cases():
@@ -16,9 +16,10 @@ def _cases():
         for field in dataclasses.fields(options):
             several = isinstance(field.default, tuple) and field.default
             number = field.default[0] if several else field.default
-            if field.name in MAY_BE_ZERO or isinstance(number, bool) or not isinstance(number, int | float):
-                continue
-            for value in (0, -1) if isinstance(number, int) else (0.0, -1.0, float("nan")):
+            if field.name == "seeds" or isinstance(number, bool) or not isinstance(number, int | float):
+                continue  # the runner looks at seeds
+            refused = (0, -1) if isinstance(number, int) else (0.0, -1.0, float("nan"), float("inf"))
+            for value in refused[field.name in MAY_BE_ZERO :]:
                 yield pytest.param(options, {field.name: (value,) if several else value}, id=f"{name}-{field.name}")
 
 

@@ -117,6 +117,11 @@ def test_jobs_are_at_least_one(toy, tmp_path, jobs):
         run_toy(toy, tmp_path / "toy.json", jobs=jobs)
 
 
+def test_seeds_are_not_negative(toy, tmp_path):
+    with pytest.raises(ConfigError, match=r"seeds=\(0, -1\): at least 0"):
+        run_toy(toy, tmp_path / "toy.json", seeds=(0, -1))
+
+
 def test_nothing_to_run_is_refused(toy, tmp_path):
     with pytest.raises(ConfigError, match="toy_squares: nothing to run: give at least one value for seeds"):
         run_toy(toy, tmp_path / "toy.json", seeds=())

@@ -34,6 +34,8 @@ def test_an_unknown_command(capsys):
         (["--rollout.num-samples", "1"], "rollout.num_samples=1"),
         (["--logra.rank", "0"], " logra.rank=0"),
         (["--trust.kl-budget", "-1"], " trust.kl_budget=-1"),
+        (["--logra.trust", "logra.TrustRegion"], "logra.trust: set the trust region in the group trust"),
+        (["--logra.weight-decay", "5000", "--trust.alpha-max", "1000"], " logra.weight_decay=5000"),
         (["--adamw.lr", "-1", "--method", "adamw"], " adamw.lr=-1"),
         (["--method", "adamw", "--logra.rank", "8"], "has no effect with method=adamw"),
         (["--task", "chainsum"], "Did you mean chain_sum"),

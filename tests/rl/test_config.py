@@ -202,6 +202,13 @@ def test_a_baseline_without_its_package_says_what_to_install(method, monkeypatch
         trl_arguments(TrainConfig(output_dir="x", method=method))
 
 
+@pytest.mark.parametrize("field", ["model", "task", "output_dir"])
+@pytest.mark.parametrize("value", [None, ""])
+def test_an_unquoted_tilde_of_yaml_is_nothing(field, value):
+    with pytest.raises(ConfigError, match=f"{field}={value!r}"):
+        TrainConfig(**{"output_dir": "x", field: value})
+
+
 def test_paths_of_a_file_may_name_the_home_folder(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     config = TrainConfig(

@@ -262,6 +262,19 @@ def test_damaged_settings_are_refused_by_name(tmp_path, content):
         find_origin(config, folder, CheckpointStore(folder.checkpoints), Task("t", [], [], len, "accuracy"))
 
 
+def test_settings_may_name_the_home_folder(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    settings = {"output_dir": str(folder.path), "resume": "auto", "model": "~/model"}
+    folder.write_config(TrainConfig(**settings))
+    text = folder.config.read_text()
+    folder.config.write_text(text.replace(os.path.expanduser("~/model"), "~/model"))
+    assert folder.config.read_text() != text
+    task = Task("t", [], [], len, "accuracy")
+    origin = find_origin(TrainConfig(**settings), folder, CheckpointStore(folder.checkpoints), task)
+    assert origin.state is None
+
+
 def test_other_rows_are_refused(run, tmp_path, monkeypatch):
     run(num_steps=1)
     monkeypatch.setitem(globals(), "TASK", TASK.replace("range(4)", "range(7)"))

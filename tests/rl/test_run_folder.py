@@ -126,8 +126,9 @@ def test_what_another_run_left_is_not_called_this_runs(tmp_path):
 
 
 def test_a_folder_that_only_trying_finds_unwritable(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="cannot be written to"):
-        RunFolder(tmp_path / "new" / ("x" * 300))
+    for name in ("x" * 300, "a\0b", "\ud800"):
+        with pytest.raises(ConfigError, match="cannot be written to"):
+            RunFolder(tmp_path / "new" / name)
 
     def read_only(**_):
         raise OSError(30, "Read-only file system")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from logra.bench.harness import Cell, Results, markdown_table, require_positive
+from logra.bench.harness import Cell, Results, markdown_table, require_known, require_positive
 from logra.errors import ConfigError
 
 WARM_UP = 0.2
@@ -34,9 +34,10 @@ class Options:
     """Batches of imitation before the run."""
 
     def __post_init__(self) -> None:
-        if not set(self.faults) <= {"yes", "no"}:
-            raise ConfigError(f"faults={self.faults!r}: yes and no are allowed")
+        require_known("faults", self.faults, ("yes", "no"))
         require_positive(self, "num_steps")
+        if self.warm_up_batches < 0:
+            raise ConfigError(f"warm_up_batches={self.warm_up_batches}: at least 0")
 
 
 def cells(options: Options) -> list[Cell]:

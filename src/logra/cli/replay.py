@@ -85,7 +85,10 @@ def replay(
     _check_versions(log, manifest, step, compare)
     location = _base_location(manifest, base)
     if output is not None:
-        _try_output(output)
+        try:
+            try_writing(output)
+        except OSError as error:
+            raise ConfigError(f"output={str(output)!r} cannot be created: {error}. Choose another folder") from error
     if verify:
         _verify(log, _load(location, manifest))
     if step is not None and compare is not None:
@@ -102,13 +105,6 @@ def _require_free(output: Path) -> None:
         raise ConfigError(f"output={str(output)!r} cannot be used: {error}. Choose another folder") from error
     if taken:
         raise ConfigError(f"output={str(output)!r}: must be a new or an empty folder")
-
-
-def _try_output(output: Path) -> None:
-    try:
-        try_writing(output)
-    except OSError as error:
-        raise ConfigError(f"output={str(output)!r} cannot be created: {error}. Choose another folder") from error
 
 
 def _open_log(run: Path) -> DirectoryLog:

@@ -48,12 +48,12 @@ def parse(argv: Sequence[str]) -> TrainConfig:
     method = _requested_method(arguments)
     parser = build_parser(method)
     parsed = parser.parse_args(arguments)
-    for group, values in preset(method).items():
+    for group in ("logra", "trust"):  # classes that Python users build too name their fields alone
+        fields = {name: value for name, value in vars(parsed[group]).items() if f"{group}.{name}" not in _HIDDEN}
         try:
-            type(values)(**dict(parsed[group]))
-        except ConfigError as error:  # a class that Python users build too names its fields alone
-            name = str(error)
-            raise ConfigError(name if name.startswith(f"{group}.") else f"{group}.{name}") from error
+            type(preset(method)[group])(**fields)
+        except ConfigError as error:
+            raise ConfigError(f"{group}.{error}") from error
     settings = parser.instantiate(parsed)
     if settings["method"] != method:
         raise ConfigError(

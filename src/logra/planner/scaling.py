@@ -145,8 +145,8 @@ class Links:
     def __post_init__(self) -> None:
         for item in dataclasses.fields(Links):
             value = getattr(self, item.name)
-            if not value > 0:
-                raise ConfigError(f"{item.name}={value!r}: must be above 0")
+            if not 0 < value < math.inf:
+                raise ConfigError(f"{item.name}={value!r}: a finite number above 0")
 
     def bandwidth(self, num_gpus: int) -> float:
         """Bytes/s of the slowest link of a ring over all GPUs."""

@@ -23,6 +23,8 @@ from logra.trust import TrustRegion
 
 Method = Literal["logra", "paper", "adamw", "lora", "galore", "apollo"]
 METHODS: tuple[str, ...] = get_args(Method)
+PATHS = ("output_dir", "resume", "model", "task", "dataset")
+"""Fields of `TrainConfig` that may hold a path, and then begin with ~ for the home folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,8 +247,10 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _require(bool(self.output_dir), "output_dir", self.output_dir, "the path of a folder is needed")
         _require_choices(self)
-        for name in ("output_dir", "resume", "model", "task", "dataset"):
-            if str(getattr(self, name)).startswith("~"):  # no shell has seen the paths of a file
+        for name in ("model", "task"):
+            _require(bool(getattr(self, name)), name, getattr(self, name), "a name or a path is needed")
+        for name in PATHS:
+            if getattr(self, name) is not None:  # no shell has seen the paths of a file
                 object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
         for group, settings in preset(self.method).items():
             if getattr(self, group) is _NOT_GIVEN[group]:
@@ -280,6 +284,10 @@ class TrainConfig:
             )
         self._refuse_unused_groups()
         self._refuse_idle_guards()
+        try:
+            _ = self.optimizer_config  # what group trust allows has to suit group logra
+        except ConfigError as error:
+            raise ConfigError(f"logra.{error}") from error
 
     def _refuse_unused_groups(self) -> None:
         """A setting of a method that does not run is a mistake, not a wish."""

@@ -7,6 +7,7 @@ rows of the task are compared by digest, versions of the packages by name.
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from logra import distributed
 from logra.checkpoint import Checkpoint, CheckpointStore
 from logra.errors import CheckpointError, ConfigError
 from logra.rl.checkpoints import RUN
-from logra.rl.config import TrainConfig, to_dict
+from logra.rl.config import PATHS, TrainConfig, to_dict
 from logra.rl.run_folder import RunFolder, versions
 from logra.rl.tasks import Task
 
@@ -154,6 +155,7 @@ def _require_same_run(config: TrainConfig, folder: RunFolder) -> list[str]:
     """Refuse other settings; what differs in the versions of packages is returned as notes."""
     found = _saved_settings(folder)
     saved = dict(_flat(found))
+    saved |= {name: os.path.expanduser(saved[name]) for name in PATHS if isinstance(saved.get(name), str)}
     present = dict(_flat(yaml.safe_load(yaml.safe_dump(to_dict(config)))))
     differing = [
         f"{name}={present[name]!r} (in the run {saved[name]!r})"

@@ -51,11 +51,13 @@ class RunFolder:
     def __init__(self, path: str | Path, *, overwrite: bool = False, resume: bool = False) -> None:
         self._name_parts(Path(path))
         try:
-            if self.path.exists() and not self.path.is_dir():
-                raise ConfigError(f"output_dir={str(self.path)!r}: this is a file, a folder is needed")
-            try_writing(self.path)
-        except OSError as error:
+            is_file = self.path.exists() and not self.path.is_dir()
+            if not is_file:
+                try_writing(self.path)
+        except (OSError, ValueError) as error:  # a name that no file can have is a ValueError
             raise ConfigError(f"output_dir={str(self.path)!r} cannot be written to: {error}") from error
+        if is_file:
+            raise ConfigError(f"output_dir={str(self.path)!r}: this is a file, a folder is needed")
         if self.path.is_dir() and any(self.path.iterdir()):
             self._require_replaceable(overwrite or resume)
 
@@ -97,7 +99,7 @@ class RunFolder:
         Raises:
             ConfigError: `source`, the value of `field`, is part of the run that lies in this folder.
         """
-        path = Path(source).expanduser()
+        path = Path(source)
         if not path.exists():
             return
         for part in self._parts:

@@ -27,4 +27,4 @@ def require_positive(options: object, *fields: str) -> None:
     for field in fields:
         value = getattr(options, field)
         if not all(0 < number < math.inf for number in (value if isinstance(value, tuple) else (value,))):
-            raise ConfigError(f"{field}={value!r}: above 0")
+            raise ConfigError(f"{field}={value!r}: a finite number above 0")

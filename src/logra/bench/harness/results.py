@@ -9,13 +9,12 @@ The file is replaced as a whole, under a lock, and merged with what another proc
 import dataclasses
 import json
 import os
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from logra.errors import ConfigError
-from logra.sync.durable import locked, write_bytes
+from logra.sync.durable import locked, try_writing, write_bytes
 
 Cell = dict[str, Any]
 """What makes a cell itself: a flat JSON object of strings, numbers and booleans."""
@@ -149,9 +148,8 @@ def require_writable(folder: Path, flag: str) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Permissions do not tell of a read-only disk: only trying does.
-        with locked(folder), tempfile.TemporaryFile(dir=folder):
-            pass
+        with locked(folder):
+            try_writing(folder)
     except OSError as error:
         raise ConfigError(f"{flag}={str(folder)!r} cannot be written to: {error}. Give another folder") from error
 

@@ -57,6 +57,8 @@ def run(
     """
     if jobs < 1:
         raise ConfigError(f"--jobs={jobs}: at least 1")
+    if any(seed < 0 for seed in getattr(options, "seeds", ())):
+        raise ConfigError(f"seeds={options.seeds!r}: at least 0")
     results = open_results(path, benchmark.name, options)
     cells = different_cells(benchmark, options)
     missing = [cell for cell in cells if not results.has(cell)]

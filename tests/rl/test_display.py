@@ -30,6 +30,7 @@ def test_cells():
     assert cells({})["predicted KL"] == cells({})["realised KL"] == "-"
     # What a rejected step would have realised was not realised.
     assert cells(METRICS | {"sync/bytes": 0.0})["realised KL"] == "no step"
+    assert cells(METRICS | {"sync/bytes": 0.0, "reward/frac_zero_std": 1.0})["realised KL"] == "no signal"
 
 
 def test_plain_lines():

@@ -243,6 +243,15 @@ def test_rewards_that_never_differ_are_told_with_what_to_do(run, tmp_path):
     outcome, shown = run(num_heldout=0)
     assert outcome.results["num_steps"] == 3
     assert "No step had a signal" in shown and "--rollout.num-samples" in shown
+    assert "no step has had a signal yet" not in shown  # it ended as soon
+
+
+def test_a_long_run_without_a_signal_is_told_early(run, tmp_path):
+    (tmp_path / "same.py").write_text(TASK.replace("sum(c.isalpha() for c in text) / 8", "1.0"))
+    settings = RunConfig(num_steps=4, device="cpu")
+    _, shown = run(task=str(tmp_path / "same.py"), run=settings, num_heldout=0)
+    assert shown.count("no step has had a signal yet") == 1
+    assert shown.index("step 3/4") < shown.index("no step has had a signal yet") < shown.index("step 4/4")
 
 
 def test_a_reward_that_fails_later_leaves_the_way_to_the_last_step(run, tmp_path):

@@ -121,7 +121,9 @@ def _check_versions(log: DirectoryLog, manifest: Manifest, *versions: int | None
     first, last = manifest.base.version, log.latest()
     for version in versions:
         if version is not None and not first <= version <= last:
-            raise ConfigError(f"step {version}: the log holds steps {first} to {last}")
+            raise ConfigError(
+                f"step {version}: the log holds steps {first} to {last} (a step that was skipped has no update)"
+            )
 
 
 def _base_location(manifest: Manifest, base: str | None) -> str:

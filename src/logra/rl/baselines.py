@@ -70,8 +70,8 @@ class GaLoreConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ApolloConfig:
-    """Channel-wise scaled SGD with second moments in a random subspace, from the package apollo-torch (method apollo; Zhu et
-    al., arXiv 2412.05270).
+    """Channel-wise scaled SGD with second moments in a random subspace, from the package apollo-torch (method apollo,
+    arXiv 2412.05270).
 
     All linear layers but the head are projected; embeddings, head and norms get dense AdamW, as the package does it.
     """

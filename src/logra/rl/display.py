@@ -50,12 +50,14 @@ def cells(metrics: Mapping[str, Any]) -> dict[str, str]:
         value = metrics.get(name)
         return "-" if value is None else format(value, form)
 
-    stood_still = metrics.get("sync/bytes") == 0  # no group had signal, or the trust region rejected the step
+    reason = None
+    if metrics.get("sync/bytes") == 0:  # without a signal, the trust region or a guard kept the weights as they were
+        reason = "no signal" if metrics.get("reward/frac_zero_std") == 1 else "no step"
     seconds = metrics.get("time/rollout_s", 0.0) + metrics.get("time/update_s", 0.0)
     return {
         "reward": number("reward/mean", ".3f"),
         "predicted KL": number("trust/planned_kl", ".4f"),
-        "realised KL": "no step" if stood_still else number("trust/realised_kl", ".4f"),
+        "realised KL": reason or number("trust/realised_kl", ".4f"),
         "memory": f"{metrics.get('memory/peak_bytes', 0) / GIB:.2f} GiB",
         "time": f"{seconds:.1f} s",
     }

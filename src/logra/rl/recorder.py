@@ -32,6 +32,16 @@ _KEPT_LOGS = 10
 """Entries that stay in transformers' history of logs, which would grow with every step; metrics.jsonl has all."""
 
 
+_SOON = 3
+"""Steps after which a run without a signal is told."""
+
+
+NO_SIGNAL = (
+    "all completions of a problem got the same reward, each time. Reward part of an answer too, take problems that the model "
+    "solves sometimes, or raise --rollout.num-samples or --rollout.temperature"
+)
+
+
 class StepSummary:
     """What the results of a run say of its steps, in the memory of a few numbers."""
 
@@ -111,6 +121,8 @@ class StepRecorder(TrainerCallback):
                 }
             )
         self._display.add_step(metrics)
+        if self.summary.num_steps == _SOON < state.max_steps and not self.summary.num_with_signal:
+            self._display.say(f"Warning: no step has had a signal yet: {NO_SIGNAL}")
 
 
 class SeedEachStep(TrainerCallback):

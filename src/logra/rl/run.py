@@ -29,7 +29,7 @@ from logra.rl.event_recorder import EventRecorder
 from logra.rl.followed_folder import FollowedFolder
 from logra.rl.metrics import peak_memory_bytes
 from logra.rl.quiet import silence_libraries
-from logra.rl.recorder import SeedEachStep, StepRecorder, StopOnInterrupt
+from logra.rl.recorder import NO_SIGNAL, SeedEachStep, StepRecorder, StopOnInterrupt
 from logra.rl.run_folder import RunFolder
 from logra.rl.tasks import Task, load_task
 
@@ -381,10 +381,7 @@ class _Run:
     def _conclude(self, results: dict[str, Any], *, saved: bool) -> None:
         heldout, summary = results["heldout"], self._recorder.summary
         if summary.num_steps and not summary.num_with_signal:
-            self._display.say(
-                "No step had a signal: all completions of a problem got the same reward, each time. Reward part of an answer "
-                "too, take problems that the model solves sometimes, or raise --rollout.num-samples or --rollout.temperature"
-            )
+            self._display.say(f"No step had a signal: {NO_SIGNAL}")
         if heldout["before"] is not None and heldout["after"] is not None:
             self._display.say(
                 f"Held-out {heldout['score']} ({heldout['num_problems']} unseen problems, greedy): "

@@ -71,8 +71,9 @@ def require_vllm() -> None:
     """
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
-            "vLLM is not installed. Run: pip install 'logra[vllm]'. Or sample without it: rollout.engine=transformers in "
-            "`logra train`, use_vllm=False in TRL"
+            "vLLM is not installed. Install it in an environment of its own, since it replaces torch and transformers by its "
+            "versions: pip install 'logra[vllm]' there, or `make test-vllm` in a clone (docs/vllm.md). Or sample without it: "
+            "rollout.engine=transformers in `logra train`, use_vllm=False in TRL"
         )
 
 

@@ -58,7 +58,7 @@ def length_jump(history: History, min_history: int) -> float | None:
 
 
 def truncation(history: History, min_history: int) -> float | None:
-    """Share of truncated completions."""
+    """Share of completions that ended at the longest length allowed."""
     return _last(history, "completions/clipped_ratio")
 
 
@@ -150,7 +150,10 @@ def check(measures: Mapping[str, Measure], history: History, config: Sentinels, 
         if rule.action == "off" or (value := measure(history, config.min_history)) is None:
             continue
         if breached(name, value, rule.threshold):
-            events.append(Event(step=step, kind=name, value=value, threshold=rule.threshold, action=rule.action))
+            detail = (measure.__doc__ or "").rstrip(".")
+            events.append(
+                Event(step=step, kind=name, value=value, threshold=rule.threshold, action=rule.action, detail=detail)
+            )
     return events
 
 

@@ -40,6 +40,7 @@ def test_an_unknown_command(capsys):
         (["--method", "adamw", "--logra.rank", "8"], "has no effect with method=adamw"),
         (["--task", "chainsum"], "Did you mean chain_sum"),
         (["--model", "./nowhere"], "nor an existing folder"),
+        (["--model", "~nobody-here/m"], "nor an existing folder"),
     ],
 )
 def test_errors_are_one_line_and_exit_code_2(arguments, message, capsys, tmp_path):

@@ -92,6 +92,7 @@ def test_a_refused_method_that_was_named_is_exit_code_1_beside_others_and_an_err
     ("arguments", "named"),
     [
         (["--model", "nonsense"], "model='nonsense'"),
+        (["--model", "~nobody-here/m"], "model='~nobody-here/m'"),
         (["--model", "qwen2.5-7b", "--gpu-memory", "80"], "gpu_memory='80'"),
         (["--model", "qwen2.5-7b", "--num-gpus", "many"], "--num-gpus"),
         ([], "--model"),

@@ -108,6 +108,8 @@ def test_a_file_without_text_is_refused(tmp_path, content):
 def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(DataError, match="cannot be read as UTF-8"):
         unrelated_texts(tmp_path / "missing.txt")
+    with pytest.raises(DataError, match="cannot be read as UTF-8"):
+        unrelated_texts("~nobody-here/texts.txt")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DataError, match="cannot be read as UTF-8"):
         unrelated_texts(tmp_path / "binary")

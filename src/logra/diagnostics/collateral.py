@@ -8,6 +8,7 @@ and does not depend on the length of the step; 0.01 means that unrelated text mo
 """
 
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -42,7 +43,7 @@ def unrelated_texts(file: str | Path | None = None) -> list[str]:
         content = resources.files("logra.diagnostics").joinpath("unrelated.txt").read_text(encoding="utf-8")
         return _split(content)
     try:
-        content = Path(file).expanduser().read_text(encoding="utf-8")
+        content = Path(os.path.expanduser(file)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"unrelated text {str(file)!r} cannot be read as UTF-8 text: {error}") from error
     texts = _split(content)

@@ -1,6 +1,7 @@
 """Models to plan for: presets (configurations only, nothing is downloaded), JSON files, folders."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def load_config(model: str) -> Any:
     from transformers import AutoConfig
 
     settings = PRESETS.get(model.lower().rpartition("/")[2])
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if settings is None:
         file = path / "config.json" if path.is_dir() else path
         if not file.is_file():

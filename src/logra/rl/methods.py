@@ -45,7 +45,7 @@ def model_location(model: str) -> str:
     """
     if model.lower() == MODEL_ID:
         return str(default_model_path())
-    path = Path(model).expanduser()
+    path = Path(model)
     if path.is_dir():
         return str(path)
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:

@@ -14,7 +14,7 @@ LEVELS = {
     "chunked_head": 0, "planner": 3,
     "update": 0, "errors": 0, "hashing": 0, "distributed": 0, "contracts": 0, "rounding": 0, "packet": 0,
     "sign_factor": 0, "storage": 0, "merge_rule": 0, "shards": 0, "tensor_delta": 0,
-    "phases": 0,
+    "phases": 0, "powers": 0,
     "sketch": 1, "memory": 1,
     "optim": 2, "trust": 2, "sync": 2,
     "checkpoint": 2.5,  # saves the state of `optim`, and is used by `rl`

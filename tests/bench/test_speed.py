@@ -12,8 +12,9 @@ from logra.errors import ConfigError
 
 
 def results_of(result, options=None):
+    cell = {"hidden": 64, "num_responses": 4, "micro_batch_size": 2}
     record = Record(
-        cell={"hidden": 64}, result=result, machine={}, commit=None, dirty=None, date=None, command="", jobs=1, wall_s=0.0
+        cell=cell, result=result, machine={}, commit=None, dirty=None, date=None, command="", jobs=1, wall_s=0.0
     )  # fmt: skip
     return Results("speed", settings_of(options or speed.Options()), [record])
 
@@ -26,7 +27,14 @@ def times(*seconds, first=0.0):
 def test_a_cell_times_every_method():
     methods = ("adamw", "lora", *(["galore"] if find_spec("galore_torch") else []), "logra", "paper")
     options = speed.Options(
-        hidden=(64,), models=(), methods=methods, rank=4, num_micro_batches=2, num_tokens=10, num_rounds=2
+        hidden=(64,),
+        models=(),
+        methods=methods,
+        rank=4,
+        num_responses=(4,),
+        micro_batch_sizes=(2,),
+        num_tokens=10,
+        num_rounds=2,
     )
     (cell,) = speed.cells(options)
     result = speed.run_cell(cell, options)
@@ -46,8 +54,8 @@ def test_ratios_are_paired_by_round():
     assert speed.speedups(result)["logra"] == [2.0, 4.0, 3.0]
     found = speed.ratios(results_of(result))
     assert {name: ratio.value for name, ratio in found.items()} == {
-        "logra against adamw, hidden 64": 3.0,
-        "paper against adamw, hidden 64": 1.0,
+        "logra against adamw, hidden 64, 4 responses by 2": 3.0,
+        "paper against adamw, hidden 64, 4 responses by 2": 1.0,
     }
 
 
@@ -65,11 +73,25 @@ def test_there_is_nothing_to_compare_with_without_adamw():
 
 def test_smollm2_is_timed_whole_and_comes_last():
     cells = speed.cells(speed.Options())
-    assert cells[-1] == {"model": "SmolLM2-135M"}
+    assert cells[-1] == {"model": "SmolLM2-135M", "num_responses": 64, "micro_batch_size": 2}
     results = results_of({"adamw": times(2.0), "logra": times(1.0)})
     whole = replace(results.records[0], cell=cells[-1])
     text = speed.table(Results("speed", results.settings, [whole, *results.records]))
-    assert text.index("| hidden 64 | dense AdamW") < text.index("| SmolLM2-135M | dense AdamW")
-    assert "logra against adamw, SmolLM2-135M" in speed.ratios(Results("speed", results.settings, [whole]))
+    assert text.index("| hidden 64, 4 responses by 2 | dense") < text.index("| SmolLM2-135M, 64 responses by 2 | dense")
+    assert "logra against adamw, SmolLM2-135M, 64 responses by 2" in speed.ratios(
+        Results("speed", results.settings, [whole])
+    )
     with pytest.raises(ConfigError, match="models='gpt2'"):
         speed.Options(models=("gpt2",))
+
+
+def test_an_update_is_cut_into_micro_batches_of_the_asked_size():
+    options = speed.Options(hidden=(64,), models=(), num_responses=(8, 4), micro_batch_sizes=(4, 1), num_tokens=5)
+    cells = speed.cells(options)
+    assert [(cell["num_responses"], cell["micro_batch_size"]) for cell in cells] == [(8, 4), (8, 1), (4, 4), (4, 1)]
+    for cell in cells:
+        batches = speed._batches(cell, options)
+        assert [batch.shape for batch in batches] == [(cell["micro_batch_size"], 6)] * len(batches)
+        assert sum(len(batch) for batch in batches) == cell["num_responses"]
+    with pytest.raises(ConfigError, match="micro_batch_sizes=3: must divide num_responses=8"):
+        speed.Options(num_responses=(8,), micro_batch_sizes=(3,))

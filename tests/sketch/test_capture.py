@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from logra.errors import CaptureError
 from logra.sketch import Capture, find_targets
+from logra.sketch.accumulate import _sum_of_squares
 from logra.sketch.capture import SketchSpec
 from logra.sketch.reference import sketch_in, sketch_out
 from logra.update import SignFactor
@@ -289,3 +290,13 @@ def test_a_second_capture_is_refused(tiny_lm):
     attach(tiny_lm)
     with pytest.raises(CaptureError, match="already belongs"):
         attach(tiny_lm)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [1, 64, 201])
+def test_the_sum_of_squared_inputs_is_that_of_the_formula(dtype, num_tokens):
+    torch.manual_seed(0)
+    x = (torch.randn(num_tokens, 40) * torch.logspace(-6, 6, 40)).to(dtype)
+    found = _sum_of_squares(x)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), x.double().square().sum(0), rtol=1e-5, atol=0)

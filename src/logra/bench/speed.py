@@ -1,8 +1,9 @@
 """Time of one whole update (forward, backward, clip, step) against dense AdamW, LoRA and GaLore.
 
-A cell is one width, or one model. All methods train the same linear layers of equal Llama blocks of random weights, or of
-the whole of SmolLM2 with its head of 49,152 tokens, on the same tokens, one update each in turn, in one process, so that a
-busy machine slows all alike; the order changes from round to round.
+A cell is one width, or one model, at one size of the update and of its micro-batches. All methods train the same linear
+layers of equal Llama blocks of random weights, or of the whole of SmolLM2 with its head of 49,152 tokens, on the same tokens,
+one update each in turn, in one process, so that a busy machine slows all alike; the order changes from round to round. The
+blocks stand for some in the middle of a model: their inputs require a gradient.
 With one thread, seconds are those that the thread ran, without those it waited for its turn. `logra` and `paper` include
 all that their step is made of: recovery, the trust region's prediction and check, rounding and merge.
 """
@@ -15,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Protocol
 
 import torch
@@ -35,8 +37,6 @@ METHODS = {
 VOCABULARY = 1024
 SMOLLM2, SMOLLM2_RANK = "SmolLM2-135M", 16
 """The whole default model, and the rank of the default run: of sketches, adapters and GaLore."""
-NUM_RESPONSES = 8
-"""Per micro-batch."""
 GALORE_GAP = 200
 """Steps between two SVDs of GaLore; their time is shared out over them."""
 
@@ -55,10 +55,12 @@ class Options:
     """Rank of sketches, adapters and GaLore in the blocks."""
     num_layers: int = 1
     """Blocks."""
-    num_micro_batches: int = 8
-    """Micro-batches per update, 8 responses each."""
+    num_responses: tuple[int, ...] = (64,)
+    """Responses per update."""
+    micro_batch_sizes: tuple[int, ...] = (8, 2)
+    """Responses per micro-batch, whose gradients are accumulated; each must divide the responses per update."""
     num_tokens: int = 64
-    """Tokens per response, all generated."""
+    """Generated tokens per response, after a prompt of one."""
     num_rounds: int = 3
     """Timed updates of each method."""
 
@@ -67,10 +69,22 @@ class Options:
         require_known("methods", self.methods, METHODS)
         if "adamw" not in self.methods:
             raise ConfigError("methods: adamw must be among them, it is what the others are compared with")
-        require_positive(self, "hidden", "rank", "num_layers", "num_micro_batches", "num_tokens", "num_rounds")
+        require_positive(
+            self, "hidden", "rank", "num_layers", "num_responses", "micro_batch_sizes", "num_tokens", "num_rounds"
+        )
+        for num_responses, size in product(self.num_responses, self.micro_batch_sizes):
+            if num_responses % size:
+                raise ConfigError(f"micro_batch_sizes={size}: must divide num_responses={num_responses}")
 
 
-CHECK = Options(hidden=(512,), models=(), methods=("adamw", "logra", "paper"), num_micro_batches=4, num_rounds=9)
+CHECK = Options(
+    hidden=(512,),
+    models=(),
+    methods=("adamw", "logra", "paper"),
+    num_responses=(32,),
+    micro_batch_sizes=(8,),
+    num_rounds=9,
+)
 """The cell whose ratios `make bench-check` compares."""
 
 
@@ -85,17 +99,23 @@ class Method(Protocol):
 
 
 def cells(options: Options) -> list[Cell]:
-    """A cell a width, and one a model."""
-    return [{"hidden": hidden} for hidden in options.hidden] + [{"model": model} for model in options.models]
+    """Every width, then every model, with every size of update and micro-batch."""
+    models: list[Cell] = [{"hidden": hidden} for hidden in options.hidden]
+    models += [{"model": model} for model in options.models]
+    return [
+        {**model, "num_responses": num_responses, "micro_batch_size": size}
+        for model, num_responses, size in product(models, options.num_responses, options.micro_batch_sizes)
+    ]
 
 
 def _name(cell: Cell) -> str:
-    return cell["model"] if "model" in cell else f"hidden {cell['hidden']}"
+    model = cell["model"] if "model" in cell else f"hidden {cell['hidden']}"
+    return f"{model}, {cell['num_responses']} responses by {cell['micro_batch_size']}"
 
 
 def run_cell(cell: Cell, options: Options) -> dict[str, Any]:
     """Seconds of every timed update by method, and where those of the sketched methods go."""
-    batches = _batches(options)
+    batches = _batches(cell, options)
     methods = {name: _build(name, cell, options) for name in options.methods}
     once: dict[str, float] = {}
     for name, method in methods.items():  # the first update allocates, and GaLore's computes its projections
@@ -119,15 +139,14 @@ def run_cell(cell: Cell, options: Options) -> dict[str, Any]:
 def table(results: Results) -> str:
     """Times and ratios, then the parts of an update."""
     settings = results.settings
-    tokens = settings["num_micro_batches"] * NUM_RESPONSES * settings["num_tokens"]
     whole = f", or {SMOLLM2}, rank {SMOLLM2_RANK}" if any("model" in record.cell for record in results.records) else ""
     intro = (
-        f"{settings['num_layers']} block(s), rank {settings['rank']}{whole}; {tokens} tokens per "
-        f"update in {settings['num_micro_batches']} micro-batches, fp32; median (range) of {settings['num_rounds']} rounds. "
+        f"{settings['num_layers']} block(s), rank {settings['rank']}{whole}; responses of {settings['num_tokens']} tokens, "
+        f"so many per update by so many per micro-batch; fp32; median (range) of {settings['num_rounds']} rounds. "
         "The trust region reads at least 128 tokens and 2 responses, however many there are."
     )
     speed, parts = [], []
-    for record in sorted(results.records, key=lambda record: record.cell.get("hidden", math.inf)):
+    for record in sorted(results.records, key=lambda record: _order(record.cell)):
         for method, title in METHODS.items():
             if method in record.result:
                 found = record.result[method]
@@ -140,6 +159,10 @@ def table(results: Results) -> str:
     return "\n\n".join(
         [intro, markdown_table(header, speed), markdown_table(["model", "method", *PARTS.values()], parts)]
     )
+
+
+def _order(cell: Cell) -> tuple[float, int, int]:
+    return cell.get("hidden", math.inf), cell["num_responses"], -cell["micro_batch_size"]
 
 
 def ratios(results: Results) -> dict[str, Ratio]:
@@ -223,11 +246,12 @@ class _Clock:
 # ---- the methods ----
 
 
-def _batches(options: Options) -> list[Tensor]:
+def _batches(cell: Cell, options: Options) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shape = (NUM_RESPONSES, options.num_tokens)
+    shape = (cell["num_responses"], 1 + options.num_tokens)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return [torch.randint(VOCABULARY, shape, generator=generator).to(device) for _ in range(options.num_micro_batches)]
+    tokens = torch.randint(VOCABULARY, shape, generator=generator).to(device)
+    return list(tokens.split(cell["micro_batch_size"]))
 
 
 def _model(cell: Cell, num_layers: int) -> Any:
@@ -252,6 +276,7 @@ def _model(cell: Cell, num_layers: int) -> Any:
             tie_word_embeddings=True,
         )
         model = LlamaForCausalLM(config)
+        model.enable_input_require_grads()
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.endswith("_proj.weight"))

@@ -15,6 +15,7 @@ from logra import distributed
 from logra.errors import LograError
 from logra.optim.frame import Frame
 from logra.optim.layer import LayerGradient, Proposal
+from logra.optim.norms import norm64
 from logra.shards import is_sharded
 from logra.sketch.targets import Target
 from logra.update import LowRankUpdate
@@ -25,7 +26,7 @@ _T = TypeVar("_T")
 def weight_norms(targets: Sequence[Target]) -> Tensor:
     """Frobenius norm of every target's whole weight, fp32 [targets]; of shards, the root of the sum over processes."""
     # fp64, so that the number of parts leaves fp32 bits alone: a run can go on with another number of processes.
-    squares = torch.stack([torch.linalg.vector_norm(target.weight, dtype=torch.float64).square() for target in targets])
+    squares = torch.stack([norm64(target.weight).square() for target in targets])
     if distributed.num_processes() > 1 and any(is_sharded(target.parameter) for target in targets):
         # Each part of a weight is summed as often as it is stored.
         copies = [distributed.num_processes() // target.sharding.num_holders for target in targets]

@@ -10,6 +10,7 @@ from logra import distributed
 from logra.errors import CaptureError
 from logra.optim.exchange import for_each, numbers_of_all
 from logra.optim.layer import LayerGradient, gradient_one_sided, gradient_two_sided
+from logra.optim.norms import norm64
 from logra.shards import is_sharded
 from logra.sketch.capture import Capture, Sketch
 from logra.sketch.targets import Target
@@ -124,5 +125,7 @@ def non_finite(norms: Mapping[str, Tensor], dense: Mapping[str, Tensor]) -> list
 
 def _norm(grad: Tensor) -> Tensor:
     """Frobenius norm of a dense gradient, over all of its shards, fp32 scalar."""
-    norm: Any = torch.linalg.vector_norm(grad, dtype=torch.float64)
-    return (norm.full_tensor() if is_sharded(norm) else norm).float()
+    if is_sharded(grad):
+        norm: Any = torch.linalg.vector_norm(grad, dtype=torch.float64)
+        return norm.full_tensor().float()
+    return norm64(grad).float()

@@ -14,6 +14,8 @@ from logra.contracts import Delta
 from logra.optim import direction as directions
 from logra.optim import momentum as momenta
 from logra.optim.config import Config
+from logra.optim.norms import norm64
+from logra.powers import scale_by_powers
 from logra.sketch.recovery import recover
 from logra.update import LowRankUpdate, SignFactor, round_factors
 
@@ -58,13 +60,13 @@ class LayerGradient:
         inverse = None if self.exponents is None else -self.exponents
         if self.sketch is None:
             assert self.q is not None and self.r is not None
-            return Delta(self.q, self.r if inverse is None else torch.ldexp(self.r, inverse))
+            return Delta(self.q, self.r if inverse is None else scale_by_powers(self.r, inverse))
         assert self.signs is not None
         rank = self.sketch.shape[1]
         if self.signs.side == "in":
             return Delta(self.sketch / rank, scaled_signs(self.signs, rank, shape[1], inverse, self.sketch.device))
         signs = self.signs.matrix(rank, shape[0], device=self.sketch.device)
-        rows = self.sketch.T if inverse is None else torch.ldexp(self.sketch.T, inverse)
+        rows = self.sketch.T if inverse is None else scale_by_powers(self.sketch.T, inverse)
         return Delta(signs / rank, rows)
 
 
@@ -122,7 +124,7 @@ class Proposal:
 def scaled_signs(signs: SignFactor, rank: int, width: int, exponents: Tensor | None, device: torch.device) -> Tensor:
     """A diag(s), fp32 [r, in]."""
     matrix = signs.matrix(rank, width, device=device)
-    return matrix if exponents is None else torch.ldexp(matrix, exponents)
+    return matrix if exponents is None else scale_by_powers(matrix, exponents)
 
 
 def mean_gradient_norm(state: dict[str, Any], beta: float) -> Tensor:
@@ -133,21 +135,18 @@ def mean_gradient_norm(state: dict[str, Any], beta: float) -> Tensor:
         beta: β, decay of the momentum.
     """
     in_factor, exponents = state["momentum_in"], state.get("moment_exponents")  # the out factor is orthonormal
-    unscaled = in_factor if exponents is None else torch.ldexp(in_factor, -exponents)
-    return (torch.linalg.vector_norm(unscaled, dtype=torch.float64) / (1 - beta ** state["step"])).float()
+    unscaled = in_factor if exponents is None else scale_by_powers(in_factor, -exponents)
+    return (norm64(unscaled) / (1 - beta ** state["step"])).float()
 
 
 def gradient_two_sided(on_in: Tensor, on_out: Tensor, out_signs: SignFactor, exponents: Tensor | None) -> LayerGradient:
     """Ĝ diag(s) = Q R from S = G diag(s) Aᵀ and T = B G."""
     if exponents is not None:
-        on_out = torch.ldexp(on_out, exponents)
+        on_out = scale_by_powers(on_out, exponents)
     signs_out = out_signs.matrix(on_out.shape[0], on_in.shape[0], device=on_in.device)
     q, r = recover(on_in, on_out, signs_out)
-    unscaled = r if exponents is None else torch.ldexp(r, -exponents)
-    # fp64: squares of a gradient below 1e-19 or above 1e19 leave the range of fp32.
-    return LayerGradient(
-        norm=torch.linalg.vector_norm(unscaled, dtype=torch.float64).float(), q=q, r=r, exponents=exponents
-    )
+    unscaled = r if exponents is None else scale_by_powers(r, -exponents)
+    return LayerGradient(norm=norm64(unscaled).float(), q=q, r=r, exponents=exponents)
 
 
 def gradient_one_sided(sketch: Tensor, signs: SignFactor, width: int, exponents: Tensor | None) -> LayerGradient:
@@ -170,7 +169,7 @@ def gradient_one_sided(sketch: Tensor, signs: SignFactor, width: int, exponents:
     else:
         projection = signs.matrix(rank, width, device=sketch.device)
         norm = _product_norm(projection, sketch) / rank
-        rows = (sketch if exponents is None else torch.ldexp(sketch, exponents)).T
+        rows = (sketch if exponents is None else scale_by_powers(sketch, exponents)).T
     return LayerGradient(norm=norm, sketch=rows, signs=signs, exponents=exponents)
 
 
@@ -206,7 +205,7 @@ def _in_current_scales(state: dict[str, Any], gradient: LayerGradient) -> dict[s
         # The rows of a sketch of the out side are the in features.
         scalings |= {"momentum": shift[:, None], "exp_avg_sq": 2 * shift}
     for name in scalings.keys() & state.keys():
-        state[name] = torch.ldexp(state[name], scalings[name])
+        state[name] = scale_by_powers(state[name], scalings[name])
     return state
 
 
@@ -245,7 +244,7 @@ def _propose_two_sided(
             )
             out_factor, in_factor = out_factor * row_scale[:, None], in_factor * column_scale
     if gradient.exponents is not None:
-        in_factor = torch.ldexp(in_factor, gradient.exponents)
+        in_factor = scale_by_powers(in_factor, gradient.exponents)
     return Proposal(out_factor, in_factor, None, None, shape, new_state)
 
 
@@ -272,7 +271,7 @@ def _propose_one_sided(
             result = directions.restore_norm(result, numerator)
     if signs.side == "in":
         return Proposal(result, None, signs, gradient.exponents, shape, new_state)
-    in_factor = result.T if gradient.exponents is None else torch.ldexp(result.T, gradient.exponents)
+    in_factor = result.T if gradient.exponents is None else scale_by_powers(result.T, gradient.exponents)
     return Proposal(None, in_factor.contiguous(), signs, None, shape, new_state)
 
 

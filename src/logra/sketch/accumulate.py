@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 
 from logra.hashing import Range
+from logra.powers import scale_by_powers
 from logra.sketch.targets import Target
 from logra.update import SignFactor
 
 if TYPE_CHECKING:
     from logra.sketch.capture import Capture
+
+_SQUARED_ROWS = 64
+"""Rows of X whose squares exist at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,16 +102,14 @@ class SharedInput:
         if key not in self._projected:
             signs = self.signs().matrix(self.spec.rank, self.in_features, columns=self.columns, device=x.device)
             if exponents is not None:
-                signs = torch.ldexp(signs, exponents[slice(*self.columns)])
+                signs = scale_by_powers(signs, exponents[slice(*self.columns)])
             self._projected[key] = x.detach().reshape(-1, x.shape[-1]) @ signs.to(x.dtype).T
         return self._projected[key]
 
     def squares(self, x: Tensor) -> Tensor:
         """Sum over tokens of X², fp32 [columns], of what `read` returned."""
         if self._squares is None:
-            rows = x.detach().reshape(-1, x.shape[-1])
-            norms: Tensor = torch.linalg.vector_norm(rows, dim=0, dtype=torch.float32)  # without a copy of X
-            self._squares = norms.square()
+            self._squares = _sum_of_squares(x.detach().reshape(-1, x.shape[-1]))
         return self._squares
 
     def _forget(self, source: "weakref.ref[Tensor] | None" = None) -> None:
@@ -211,6 +213,18 @@ class Slot:
         placed = self.square_sum.new_zeros(self.target.in_features)
         placed[slice(*columns)] = self.square_sum
         return placed, self.num_tokens * num_columns / self.target.in_features
+
+
+def _sum_of_squares(x: Tensor) -> Tensor:
+    """Sum over tokens of X² for X [t, in], fp32 [in], without a copy of X."""
+    if x.is_cuda:
+        norms: Tensor = torch.linalg.vector_norm(x, dim=0, dtype=torch.float32)
+        return norms.square()
+    # On a CPU the norms of columns take ten times as long as rows that are added up.
+    total = torch.zeros(x.shape[-1])
+    for rows in x.split(_SQUARED_ROWS):
+        total += rows.float().square().sum(dim=0)
+    return total
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:

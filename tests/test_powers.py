@@ -6,7 +6,7 @@ import torch
 from logra.powers import scale_by_powers
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("integers", [torch.int16, torch.int32, torch.int64])
 def test_it_is_exact(dtype, integers):
     torch.manual_seed(0)

@@ -77,7 +77,7 @@ def test_smollm2_is_timed_whole_and_comes_last():
     results = results_of({"adamw": times(2.0), "logra": times(1.0)})
     whole = replace(results.records[0], cell=cells[-1])
     text = speed.table(Results("speed", results.settings, [whole, *results.records]))
-    assert text.index("| hidden 64, 4 responses by 2 | dense") < text.index("| SmolLM2-135M, 64 responses by 2 | dense")
+    assert text.index("| hidden 64 | 4 | 2 | dense") < text.index("| SmolLM2-135M | 64 | 2 | dense")
     assert "logra against adamw, SmolLM2-135M, 64 responses by 2" in speed.ratios(
         Results("speed", results.settings, [whole])
     )
@@ -95,3 +95,19 @@ def test_an_update_is_cut_into_micro_batches_of_the_asked_size():
         assert sum(len(batch) for batch in batches) == cell["num_responses"]
     with pytest.raises(ConfigError, match="micro_batch_sizes=3: must divide num_responses=8"):
         speed.Options(num_responses=(8,), micro_batch_sizes=(3,))
+    with pytest.raises(ConfigError, match="hidden=96: must be a multiple of 64"):
+        speed.Options(hidden=(64, 96))
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("method", ["adamw", "lora", "logra"])
+def test_blocks_stand_in_the_middle_of_a_model(method):
+    """Fails where dense AdamW is spared the gradient of a block's input, which a block of a model never is spared."""
+    options = speed.Options(hidden=(64,), models=(), rank=4, num_responses=(2,), micro_batch_sizes=(2,), num_tokens=5)
+    (cell,) = speed.cells(options)
+    model = speed._build(method, cell, options).model
+    needed = []
+    (query,) = [module for name, module in model.named_modules() if name.endswith("q_proj")]
+    query.register_forward_hook(lambda module, args, output: needed.append(args[0].requires_grad))
+    model(input_ids=speed._batches(cell, options)[0])
+    assert needed == [True]

@@ -122,6 +122,15 @@ def test_a_table_needs_cells_of_its_benchmark(stub, capsys, tmp_path, name, mess
     assert message in capsys.readouterr().err
 
 
+def test_a_table_of_a_version_with_other_options_is_refused_by_name(stub, capsys, tmp_path):
+    main(["bench", "stub", "--results-dir", "."])
+    path = tmp_path / "stub.json"
+    path.write_text(path.read_text().replace("num_steps", "num_updates"))
+    capsys.readouterr()
+    assert main(["bench", "stub", "--table", "--results-dir", "."]) == 2
+    assert "with other options (num_steps, num_updates): run it again" in capsys.readouterr().err
+
+
 def test_a_regression_fails_the_check_after_three_runs(stub, capsys, tmp_path):
     assert main(["bench", "check"]) == 2  # nothing to compare with
     assert main(["bench", "check", "stub", "--save-baseline"]) == 0

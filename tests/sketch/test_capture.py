@@ -300,3 +300,22 @@ def test_the_sum_of_squared_inputs_is_that_of_the_formula(dtype, num_tokens):
     found = _sum_of_squares(x)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), x.double().square().sum(0), rtol=1e-5, atol=0)
+
+
+def test_siblings_of_one_width_share_the_signs_of_the_out_side(tiny_lm, token_ids, monkeypatch):
+    made = []
+    original = SignFactor.matrix
+
+    def matrix(self, rank, width, **ranges):
+        if self.side == "out":
+            made.append((self.name, width))
+        return original(self, rank, width, **ranges)
+
+    monkeypatch.setattr(SignFactor, "matrix", matrix)
+    capture, targets = attach(tiny_lm)
+    cross_entropy(token_ids)(tiny_lm).backward()
+    assert sorted(made) == sorted({(target.parent, target.out_features) for target in targets})
+    cross_entropy(token_ids)(tiny_lm).backward()
+    assert capture.shared_signs._kept is not None
+    capture.take()
+    assert capture.shared_signs._kept is None

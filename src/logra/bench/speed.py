@@ -37,6 +37,8 @@ METHODS = {
 VOCABULARY = 1024
 SMOLLM2, SMOLLM2_RANK = "SmolLM2-135M", 16
 """The whole default model, and the rank of the default run: of sketches, adapters and GaLore."""
+HEAD_WIDTH = 64
+"""Features of an attention head of the blocks."""
 GALORE_GAP = 200
 """Steps between two SVDs of GaLore; their time is shared out over them."""
 
@@ -72,6 +74,9 @@ class Options:
         require_positive(
             self, "hidden", "rank", "num_layers", "num_responses", "micro_batch_sizes", "num_tokens", "num_rounds"
         )
+        for hidden in self.hidden:
+            if hidden % HEAD_WIDTH:
+                raise ConfigError(f"hidden={hidden}: must be a multiple of {HEAD_WIDTH}, the width of a head")
         for num_responses, size in product(self.num_responses, self.micro_batch_sizes):
             if num_responses % size:
                 raise ConfigError(f"micro_batch_sizes={size}: must divide num_responses={num_responses}")
@@ -109,8 +114,7 @@ def cells(options: Options) -> list[Cell]:
 
 
 def _name(cell: Cell) -> str:
-    model = cell["model"] if "model" in cell else f"hidden {cell['hidden']}"
-    return f"{model}, {cell['num_responses']} responses by {cell['micro_batch_size']}"
+    return cell["model"] if "model" in cell else f"hidden {cell['hidden']}"
 
 
 def run_cell(cell: Cell, options: Options) -> dict[str, Any]:
@@ -141,8 +145,8 @@ def table(results: Results) -> str:
     settings = results.settings
     whole = f", or {SMOLLM2}, rank {SMOLLM2_RANK}" if any("model" in record.cell for record in results.records) else ""
     intro = (
-        f"{settings['num_layers']} block(s), rank {settings['rank']}{whole}; responses of {settings['num_tokens']} tokens, "
-        f"so many per update by so many per micro-batch; fp32; median (range) of {settings['num_rounds']} rounds. "
+        f"{settings['num_layers']} block(s), rank {settings['rank']}{whole}; responses of {settings['num_tokens']} generated "
+        f"tokens; fp32; median (range) of {settings['num_rounds']} rounds. "
         "The trust region reads at least 128 tokens and 2 responses, however many there are."
     )
     speed, parts = [], []
@@ -152,12 +156,17 @@ def table(results: Results) -> str:
                 found = record.result[method]
                 times = found["update_s"]
                 ratio = speedups(record.result)[method]
-                row = [_name(record.cell), title, _median_spread(times), _median_spread(ratio)]
-                speed.append(row)
-                parts.append([*row[:2], *(f"{found['phases_s'].get(part, 0.0):.3f}" for part in PARTS)])
-    header = ["model", "method", "s / update", "times as fast as dense AdamW"]
+                size = [str(record.cell["num_responses"]), str(record.cell["micro_batch_size"])]
+                row = [_name(record.cell), *size, title]
+                speed.append([*row, _median_spread(times), _median_spread(ratio)])
+                parts.append([*row, *(f"{found['phases_s'].get(part, 0.0):.3f}" for part in PARTS)])
+    header = ["model", "responses", "per micro-batch", "method"]
     return "\n\n".join(
-        [intro, markdown_table(header, speed), markdown_table(["model", "method", *PARTS.values()], parts)]
+        [
+            intro,
+            markdown_table([*header, "s / update", "times as fast as dense AdamW"], speed),
+            markdown_table([*header, *PARTS.values()], parts),
+        ]
     )
 
 
@@ -168,7 +177,8 @@ def _order(cell: Cell) -> tuple[float, int, int]:
 def ratios(results: Results) -> dict[str, Ratio]:
     """How many times as fast as dense AdamW each method is, in each model."""
     return {
-        f"{method} against adamw, {_name(record.cell)}": Ratio(statistics.median(found), "higher")
+        f"{method} against adamw, {_name(record.cell)}, {record.cell['num_responses']} responses by "
+        f"{record.cell['micro_batch_size']}": Ratio(statistics.median(found), "higher")
         for record in results.records
         for method, found in speedups(record.result).items()
         if method in ("logra", "paper")
@@ -270,8 +280,8 @@ def _model(cell: Cell, num_layers: int) -> Any:
             hidden_size=hidden,
             intermediate_size=hidden * 11 // 4,
             num_hidden_layers=num_layers,
-            num_attention_heads=hidden // 64,
-            num_key_value_heads=hidden // 64,
+            num_attention_heads=hidden // HEAD_WIDTH,
+            num_key_value_heads=hidden // HEAD_WIDTH,
             max_position_embeddings=1024,
             tie_word_embeddings=True,
         )

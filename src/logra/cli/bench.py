@@ -11,7 +11,7 @@ from jsonargparse import set_parsing_settings
 
 from logra.bench.harness.benchmark import Benchmark, find, summaries
 from logra.bench.harness.check import Ratio, best_of, losses, read_baselines, write_baselines
-from logra.bench.harness.results import read, require_writable
+from logra.bench.harness.results import read, read_cells, require_writable
 from logra.bench.harness.runner import run
 from logra.bench.harness.tables import write_docs
 from logra.cli.train import TrainParser
@@ -44,9 +44,7 @@ def bench_command(arguments: Sequence[str]) -> int:
     options = benchmark.options(**{name: settings[name] for name in _fields(benchmark)})
     path = Path(settings["results_dir"]) / f"{benchmark.name}.json"
     if settings["table"] or settings["write_docs"]:
-        results = read(path, benchmark.name)
-        if not results.records:
-            raise ConfigError(f"{path} holds no cells: there is nothing to show; run the benchmark first")
+        results = read_cells(path, benchmark.name, options)
         text = benchmark.table(results)
     else:
         command = shlex.join(["logra", "bench", *arguments])

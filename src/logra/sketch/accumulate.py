@@ -2,7 +2,7 @@
 
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from logra.update import SignFactor
 if TYPE_CHECKING:
     from logra.sketch.capture import Capture
 
-_SQUARED_ROWS = 64
+_SQUARED_ROWS = 256
 """Rows of X whose squares exist at once."""
 
 
@@ -123,6 +123,27 @@ class SharedInput:
         self.projection_index = projection_index
 
 
+class SharedSigns:
+    """The last Bᵀ that was asked for. Siblings of one width have the same, and their backward passes follow each other."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[tuple[Any, ...], Tensor] | None = None
+
+    def matrix(self, signs: SignFactor, rank: int, width: int, rows: Range, like: Tensor) -> Tensor:
+        """The rows `rows` of Bᵀ [width, rank], on the device and in the dtype of `like`."""
+        key = (signs, rank, width, rows, like.device, like.dtype)
+        kept = self._kept  # read and written once: devices run backward in threads of their own
+        if kept is None or kept[0] != key:
+            self._kept = None  # frees the old one before the new one exists
+            kept = key, signs.matrix(rank, width, rows=rows, device=like.device).to(like.dtype)
+            self._kept = kept
+        return kept[1]
+
+    def forget(self) -> None:
+        """Free the signs."""
+        self._kept = None
+
+
 class Slot:
     """What one target's patched forward needs. A copied or unpickled module gets None in its place: it is plain again."""
 
@@ -171,11 +192,9 @@ class Slot:
         if projected is not None:
             self.sketch.on_in = _add_product(self.sketch.on_in, h.T, projected)
         if x is not None:
-            # B is stored transposed here: matrix() of an out factor is Bᵀ [out, l].
-            rows = self.target.sharding.used.rows
-            rank, width = self.shared.spec.rank_out, self.target.out_features
-            signs = self.out_signs().matrix(rank, width, rows=rows, device=h.device)
-            self.sketch.on_out = _add_product(self.sketch.on_out, (h @ signs.to(h.dtype)).T, x)
+            rank, width, rows = self.shared.spec.rank_out, self.target.out_features, self.target.sharding.used.rows
+            signs = self.capture.shared_signs.matrix(self.out_signs(), rank, width, rows, like=h)
+            self.sketch.on_out = _add_product(self.sketch.on_out, (h @ signs).T, x)
 
     def whole(self, sketch: Sketch) -> Sketch:
         """A sketch as an addend of the whole weight's: its rows and columns in place, zeros for those of other processes.
@@ -220,8 +239,8 @@ def _sum_of_squares(x: Tensor) -> Tensor:
     if x.is_cuda:
         norms: Tensor = torch.linalg.vector_norm(x, dim=0, dtype=torch.float32)
         return norms.square()
-    # On a CPU the norms of columns take ten times as long as rows that are added up.
-    total = torch.zeros(x.shape[-1])
+    # On a CPU the norms of columns take ten times as long as adding up rows, which lie in one piece.
+    total = x.new_zeros(x.shape[-1], dtype=torch.float32)
     for rows in x.split(_SQUARED_ROWS):
         total += rows.float().square().sum(dim=0)
     return total

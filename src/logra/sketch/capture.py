@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from logra.errors import CaptureError
 from logra.hashing import Range
 from logra.shards import is_sharded
-from logra.sketch.accumulate import SharedInput, Sketch, SketchSpec, Slot
+from logra.sketch.accumulate import SharedInput, SharedSigns, Sketch, SketchSpec, Slot
 from logra.sketch.experts import Expert, route, routed_experts, unroute
 from logra.sketch.targets import Target
 from logra.update import SignFactor
@@ -60,6 +60,7 @@ class Capture:
         self._projections = 0
         self._taken = False
         self._anchor = torch.zeros((), requires_grad=True)
+        self.shared_signs = SharedSigns()
         self.detached = False
         self._model = model
         self._frozen = frozen
@@ -109,6 +110,7 @@ class Capture:
         """Clear all sketches and use the projections with this index."""
         if any(shared.projection_index != projection_index for shared in self._shared.values()):
             self._projections += 1
+        self.shared_signs.forget()
         for shared in self._shared.values():
             shared.begin_window(projection_index)
         for slot in self._slots.values():
@@ -130,6 +132,7 @@ class Capture:
     def take(self) -> dict[str, Sketch]:
         """Hand the accumulated sketches over, by fully qualified name; nothing may be added to this window any more."""
         self._taken = True
+        self.shared_signs.forget()
         sketches = {}
         for fqn, slot in self._slots.items():
             sketches[fqn], slot.sketch = slot.sketch, Sketch()

@@ -100,6 +100,28 @@ def read(path: Path, benchmark: str | None = None) -> Results:
     return results
 
 
+def read_cells(path: Path, benchmark: str, options: Any) -> Results:
+    """Read a results file that there is something to show of.
+
+    Args:
+        path: of the file.
+        benchmark: whose results it must hold.
+        options: of the benchmark; their values may be others.
+
+    Raises:
+        ConfigError: see `read`; or the file holds no cells, or those of a version of the benchmark with other options.
+    """
+    results = read(path, benchmark)
+    if not results.records:
+        raise ConfigError(f"{path} holds no cells: there is nothing to show; run the benchmark first")
+    if different := results.settings.keys() ^ settings_of(options).keys():
+        raise ConfigError(
+            f"{path} was written by a version of the benchmark with other options ({', '.join(sorted(different))}): run it "
+            f"again with another --results-dir"
+        )
+    return results
+
+
 def open_results(path: Path, benchmark: str, options: Any) -> Results:
     """The results so far, none if there is no file.
 

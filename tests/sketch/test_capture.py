@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from logra.errors import CaptureError
 from logra.sketch import Capture, find_targets
-from logra.sketch.accumulate import _sum_of_squares
+from logra.sketch.accumulate import SharedSigns, _sum_of_squares
 from logra.sketch.capture import SketchSpec
 from logra.sketch.reference import sketch_in, sketch_out
 from logra.update import SignFactor
@@ -319,3 +320,20 @@ def test_siblings_of_one_width_share_the_signs_of_the_out_side(tiny_lm, token_id
     assert capture.shared_signs._kept is not None
     capture.take()
     assert capture.shared_signs._kept is None
+
+
+def test_signs_that_are_no_longer_needed_are_freed_before_others_are_drawn(monkeypatch):
+    shared, alive = SharedSigns(), []
+    original = SignFactor.matrix
+
+    def matrix(self, rank, width, **ranges):
+        alive.append(first is not None and first() is not None)
+        return original(self, rank, width, **ranges)
+
+    monkeypatch.setattr(SignFactor, "matrix", matrix)
+    first, like = None, torch.zeros(0)
+    first = weakref.ref(shared.matrix(SignFactor(3, 0, "block", "out"), 4, 6, (0, 6), like))
+    assert first() is not None
+    assert shared.matrix(SignFactor(3, 0, "block", "out"), 4, 6, (0, 6), like) is first()
+    assert shared.matrix(SignFactor(3, 1, "block", "out"), 4, 6, (2, 5), like).shape == (3, 4)
+    assert alive == [False, False]

@@ -132,9 +132,9 @@ class SharedSigns:
     def matrix(self, signs: SignFactor, rank: int, width: int, rows: Range, like: Tensor) -> Tensor:
         """The rows `rows` of Bᵀ [width, rank], on the device and in the dtype of `like`."""
         key = (signs, rank, width, rows, like.device, like.dtype)
-        kept = self._kept  # read and written once: devices run backward in threads of their own
+        kept = self._kept  # read once: devices run backward in threads of their own
         if kept is None or kept[0] != key:
-            self._kept = None  # frees the old one before the new one exists
+            self._kept = kept = None  # frees the old one before the new one exists
             kept = key, signs.matrix(rank, width, rows=rows, device=like.device).to(like.dtype)
             self._kept = kept
         return kept[1]

@@ -1,9 +1,9 @@
 """Time of one whole update (forward, backward, clip, step) against dense AdamW, LoRA and GaLore.
 
 A cell is one width, or one model, at one size of the update and of its micro-batches. All methods train the same linear
-layers of equal Llama blocks of random weights, or of the whole of SmolLM2 with its head of 49,152 tokens, on the same tokens,
-one update each in turn, in one process, so that a busy machine slows all alike; the order changes from round to round. The
-blocks stand for some in the middle of a model: their inputs require a gradient.
+layers (LoRA: adapters of them) of equal Llama blocks of random weights, or of the whole of SmolLM2 with its head of 49,152
+tokens, on the same tokens, one update each in turn, in one process, so that a busy machine slows all about alike; the order
+changes from round to round. The blocks stand for some in the middle of a model: their inputs require a gradient.
 With one thread, seconds are those that the thread ran, without those it waited for its turn. `logra` and `paper` include
 all that their step is made of: recovery, the trust region's prediction and check, rounding and merge.
 """
@@ -118,7 +118,7 @@ def _name(cell: Cell) -> str:
 
 
 def run_cell(cell: Cell, options: Options) -> dict[str, Any]:
-    """Seconds of every timed update by method, and where those of the sketched methods go."""
+    """Seconds of every timed update by method, and the median seconds of its parts."""
     batches = _batches(cell, options)
     methods = {name: _build(name, cell, options) for name in options.methods}
     once: dict[str, float] = {}
@@ -175,7 +175,7 @@ def _order(cell: Cell) -> tuple[float, int, int]:
 
 
 def ratios(results: Results) -> dict[str, Ratio]:
-    """How many times as fast as dense AdamW each method is, in each model."""
+    """How many times as fast as dense AdamW `logra` and `paper` are, in each cell."""
     return {
         f"{method} against adamw, {_name(record.cell)}, {record.cell['num_responses']} responses by "
         f"{record.cell['micro_batch_size']}": Ratio(statistics.median(found), "higher")
@@ -186,7 +186,7 @@ def ratios(results: Results) -> dict[str, Ratio]:
 
 
 def speedups(result: dict[str, Any]) -> dict[str, list[float]]:
-    """Seconds of dense AdamW over those of each method, round by round."""
+    """Seconds of dense AdamW over those of each method, round by round; GaLore's with their share of its SVDs."""
     dense = result["adamw"]["update_s"]
     found = {}
     for method, timed in result.items():

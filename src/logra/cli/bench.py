@@ -11,7 +11,7 @@ from jsonargparse import set_parsing_settings
 
 from logra.bench.harness.benchmark import Benchmark, find, summaries
 from logra.bench.harness.check import Ratio, best_of, losses, read_baselines, write_baselines
-from logra.bench.harness.results import read, read_cells, require_writable
+from logra.bench.harness.results import read_cells, require_writable
 from logra.bench.harness.runner import run
 from logra.bench.harness.tables import write_docs
 from logra.cli.train import TrainParser
@@ -45,10 +45,10 @@ def bench_command(arguments: Sequence[str]) -> int:
     path = Path(settings["results_dir"]) / f"{benchmark.name}.json"
     if settings["table"] or settings["write_docs"]:
         results = read_cells(path, benchmark.name, options)
-        text = benchmark.table(results)
     else:
         command = shlex.join(["logra", "bench", *arguments])
-        text = benchmark.table(run(benchmark, options, path, command=command, jobs=settings["jobs"]))
+        results = run(benchmark, options, path, command=command, jobs=settings["jobs"])
+    text = benchmark.table(results)
     print(text)
     if settings["write_docs"]:
         for page in write_docs(benchmark.name, text, Path.cwd()):
@@ -56,7 +56,7 @@ def bench_command(arguments: Sequence[str]) -> int:
         if benchmark.figure is not None:
             picture = Path("docs", "figures", f"{benchmark.name}.svg")
             picture.parent.mkdir(parents=True, exist_ok=True)
-            picture.write_text(benchmark.figure(read(path, benchmark.name)), encoding="utf-8")
+            picture.write_text(benchmark.figure(results), encoding="utf-8")
             print(f"Written to {picture}")
     return 0
 
